@@ -1,0 +1,150 @@
+"""The command line: LightningCLI for recipes, and a few tools beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_dpsparse.version import __version__
+
+_DESCRIPTION = """Train sharded TorchRec recommenders from YAML recipes.
+
+recipes:
+  fit, validate, test, predict     run a recipe: fit --config recipes/dlrm_synthetic.yaml
+tools:
+  prepare criteo FILE... --output DIR    turn Criteo's text files into arrays, once
+  consolidate CHECKPOINT FILE            turn a sharded checkpoint into one ordinary file
+  doctor                                 say what is installed and what is wrong with it
+
+Add --help to any of them."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `lightning-dpsparse` and `python -m lightning_dpsparse`."""
+    argv = list(sys.argv[1:] if args is None else args)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: lightning-dpsparse COMMAND ...\n\n{_DESCRIPTION}")
+    elif argv[0] == "--version":
+        print(f"lightning_dpsparse {__version__}")
+    elif argv[0] in _TOOLS:
+        try:
+            _TOOLS[argv[0]](argv[1:])
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
+    else:
+        run_recipe(argv)
+
+
+def run_recipe(argv: list[str]) -> None:
+    """fit, validate, test or predict."""
+    import torch
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    try:
+        LightningCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "lightning-dpsparse", "description": _DESCRIPTION},
+            args=argv,
+        )
+    except (ValueError, TypeError, OSError) as error:
+        if not _raised_here(error):
+            raise
+        sys.exit(f"error: {error}")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether this package refused something, in words meant for users: no traceback needed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+
+
+def _prepare(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-dpsparse prepare",
+        description="Turn text files into memory-mapped arrays, once. Each input file becomes a "
+        "directory of its own under the output directory.",
+    )
+    formats = parser.add_subparsers(dest="format", required=True)
+    criteo = formats.add_parser(
+        "criteo",
+        help="Criteo's display-advertising logs: the Kaggle training file or 1TB day files",
+        description="Tokens are hashed by a fixed public function into --num-rows rows per feature "
+        "(row 0 stands for a missing token). A vocabulary counted from the data would leak it.",
+    )
+    criteo.add_argument("files", nargs="+", type=Path, help="text files, may end in .gz .zst .bz2 .lz4")
+    criteo.add_argument("--output", type=Path, required=True, help="directory to write to")
+    criteo.add_argument(
+        "--num-rows", default="table3", metavar="N[,N...]",
+        help="rows per feature: one number for all 26, 26 numbers, or 'table3' for the vocabulary "
+        "sizes of the AdaFEST paper (default)",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+
+    from lightning_dpsparse.data.prepare import prepare_criteo
+
+    num_rows = _parse_num_rows(options.num_rows)
+    for file in options.files:
+        output = options.output / file.name.split(".")[0]
+        prepared = prepare_criteo(file, output, num_rows)
+        print(f"{prepared.summary()} -> {output}")
+
+
+def _parse_num_rows(text: str) -> list[int]:
+    from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS
+
+    if text == "table3":
+        return ADAFEST_NUM_ROWS
+    numbers = [int(word) for word in text.split(",")]
+    return numbers * 26 if len(numbers) == 1 else numbers
+
+
+def _consolidate(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-dpsparse consolidate",
+        description="Turn a sharded checkpoint directory into one file in Lightning's layout, whose "
+        "state_dict loads into the same model with ordinary, unsharded tables.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="directory that training saved")
+    parser.add_argument("output", type=Path, help="file to write")
+    options = parser.parse_args(argv)
+
+    import torch
+
+    from lightning_dpsparse.sharded.checkpoint import consolidate
+
+    torch.save(consolidate(options.checkpoint), options.output)
+    print(f"written to {options.output}")
+
+
+def _doctor(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-dpsparse doctor",
+        description="Say what is installed and what is wrong with it. Exits with 1 on a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+    options = parser.parse_args(argv)
+
+    from lightning_dpsparse.doctor import diagnose, report
+
+    found = diagnose()
+    print(json.dumps(found, indent=2) if options.json else report(found))
+    sys.exit(1 if found["problems"] else 0)
+
+
+_TOOLS: dict[str, Callable[[list[str]], None]] = {
+    "prepare": _prepare,
+    "consolidate": _consolidate,
+    "doctor": _doctor,
+}

@@ -1,0 +1,121 @@
+"""From arrays of examples to the batch that TorchRec's models take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typing_extensions import override
+
+# B examples, F categorical features, L ids in all bags together
+
+
+class Clicks(NamedTuple):
+    """Some examples as arrays. Bags lie feature by feature, as TorchRec lays them out."""
+
+    labels_B: NDArray[np.float32]
+    counts_BC: NDArray[np.float32]
+    lengths_FB: NDArray[np.int64]
+    ids_L: NDArray[np.int64]
+
+
+class ClickDataset(Dataset[Clicks]):
+    """A map-style data set that is read many examples at a time, in any order."""
+
+    num_rows: list[int]
+    """Ids of feature f lie in 0 .. num_rows[f] - 1."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: Sequence[int]) -> Clicks:
+        """The examples with these indices; a `DataLoader` asks for a batch at once."""
+        raise NotImplementedError
+
+    @override
+    def __getitem__(self, index: int) -> Clicks:
+        return self.__getitems__([index])
+
+
+def collate(clicks: Clicks) -> Batch:
+    """A batch for the model. No example at all is a batch too: Poisson sampling draws it.
+
+    >>> empty = Clicks(np.zeros(0), np.zeros((0, 13)), np.zeros((2, 0), int), np.zeros(0, int))
+    >>> collate(empty).sparse_features.keys(), collate(empty).sparse_features.stride()
+    (['cat_0', 'cat_1'], 0)
+    """
+    num_features, batch_size = clicks.lengths_FB.shape
+    return Batch(
+        dense_features=torch.from_numpy(clicks.counts_BC),
+        sparse_features=KeyedJaggedTensor(
+            keys=[f"cat_{i}" for i in range(num_features)],
+            values=torch.from_numpy(clicks.ids_L),
+            lengths=torch.from_numpy(clicks.lengths_FB.reshape(-1)),
+            stride=batch_size,
+        ),
+        labels=torch.from_numpy(clicks.labels_B),
+    )
+
+
+class ClickData(LightningDataModule):
+    """Loaders over `ClickDataset`s, with one batch size for the whole job.
+
+    `batch_size` counts the examples of all ranks together, so that a recipe trains the same model
+    on one device and on eight.
+    """
+
+    train_set: ClickDataset
+    val_set: ClickDataset
+    test_set: ClickDataset
+
+    def __init__(self, batch_size: int, num_workers: int) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"Expected batch_size of at least 1, found {batch_size}.")
+        self.batch_size, self.num_workers = batch_size, num_workers
+
+    @override
+    def train_dataloader(self) -> DataLoader[Clicks]:
+        return self._loader(self.train_set, train=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Clicks]:
+        return self._loader(self.val_set)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Clicks]:
+        return self._loader(self.test_set)
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Clicks]:
+        return self._loader(self.test_set)
+
+    def _loader(self, dataset: ClickDataset, *, train: bool = False) -> DataLoader[Clicks]:
+        world_size = self.trainer.world_size if self.trainer is not None else 1
+        if self.batch_size % world_size:
+            raise ValueError(
+                f"Expected batch_size to be a multiple of the {world_size} ranks that share it, found "
+                f"{self.batch_size}."
+            )
+        if train and len(dataset) < self.batch_size:
+            raise ValueError(
+                f"Expected at least one batch of {self.batch_size} training examples, found "
+                f"{len(dataset)} examples. Lower batch_size."
+            )
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size // world_size,
+            shuffle=train,
+            drop_last=train,
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )

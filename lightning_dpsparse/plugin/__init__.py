@@ -1,0 +1,1 @@
+"""The Lightning side: the strategy, its refusals, loaders and callbacks."""

@@ -1,0 +1,211 @@
+"""Loaders under sharding: ranks that disagree on the number of batches wait for each other forever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Literal, cast
+
+import torch.utils.data as data
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSamplerWrapper,
+    _IndexBatchSamplerWrapper,
+)
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_dpsparse.sharded.build import on_every_rank
+
+Uneven = Literal["raise", "truncate"]
+
+
+def training_loader(loader: object, uneven: Uneven, batches_per_epoch: Callable[[], int]) -> object:
+    """A loader that resumes in the middle of an epoch and never leaves a rank alone."""
+    loader = same_number_of_batches(loader, "training", uneven)
+    if isinstance(loader, DataLoader) and type(loader.batch_sampler) is data.BatchSampler:
+        resumable: ResumableLoader = _rebuild(
+            ResumableLoader, loader, _SkipBatches(loader.batch_sampler)
+        )
+        resumable.batches_per_epoch = batches_per_epoch
+        return resumable
+    return loader
+
+
+def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, world: int) -> object:
+    """A loader that shows every example exactly once, in as many batches on every rank.
+
+    Lightning's own samplers repeat examples (validation, test) or give ranks batches of their own
+    (predict: a hang). Loaders with a sampler of the user's are only checked.
+    """
+    if isinstance(loader, DataLoader) and _injected_by_lightning(loader.sampler) and loader.batch_size:
+        batches = EvaluationBatches(
+            len(cast(Sized, loader.dataset)), loader.batch_size, rank, world, loader.drop_last
+        )
+        if batches.leaves_a_rank_empty():
+            _check_empty_batch(loader, stage)
+        sampler: Any = batches
+        if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
+            sampler = _IndexBatchSamplerWrapper(batches)  # lets prediction writers know the order
+        return _rebuild(DataLoader, loader, sampler)
+    return same_number_of_batches(loader, stage, uneven)
+
+
+def same_number_of_batches(loader: object, stage: str, uneven: Uneven) -> object:
+    """`loader`, if all ranks have as many batches; else an error, or only the common ones."""
+    sized = isinstance(loader, Sized)
+    lengths = on_every_rank(len(cast(Sized, loader)) if sized else None)
+    if len(lengths) == 1:
+        return loader
+    if None in lengths:
+        return InStep(cast("Iterable[Any]", loader), stage, uneven)
+    counts = cast("list[int]", lengths)
+    if min(counts) == max(counts):
+        return loader
+    if uneven == "raise":
+        raise ValueError(_uneven_message(stage, f"{counts} batches on the ranks in order"))
+    return Truncated(cast("Iterable[Any]", loader), min(counts))
+
+
+def _uneven_message(stage: str, found: str) -> str:
+    return (
+        f"Expected the {stage} loader to have as many batches on every rank, found {found}. Every "
+        "batch is a conversation between all ranks. Even the loaders out, or set "
+        "uneven_loaders='truncate' on the strategy to drop what is over."
+    )
+
+
+def _injected_by_lightning(sampler: object) -> bool:
+    if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
+        return isinstance(sampler.dataset._sampler, data.SequentialSampler)
+    return type(sampler) is DistributedSampler and not sampler.shuffle
+
+
+class EvaluationBatches:
+    """Batch sampler: batch k of all ranks together is the k-th run of examples, cut evenly.
+
+    >>> [list(EvaluationBatches(5, batch_size=2, rank=r, world=2, drop_last=False)) for r in (0, 1)]
+    [[[0, 1], [4]], [[2, 3], []]]
+    """
+
+    def __init__(
+        self, num_examples: int, batch_size: int, rank: int, world: int, drop_last: bool
+    ) -> None:
+        self.num_examples, self.batch_size, self.rank, self.world = num_examples, batch_size, rank, world
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        batches = self.num_examples / (self.batch_size * self.world)
+        return math.floor(batches) if self.drop_last else math.ceil(batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        together = self.batch_size * self.world
+        for start in range(0, len(self) * together, together):
+            count = min(together, self.num_examples - start)
+            first = start + _share(count, self.rank, self.world)
+            stop = start + _share(count, self.rank + 1, self.world)
+            yield list(range(first, stop))
+
+    def leaves_a_rank_empty(self) -> bool:
+        last = self.num_examples % (self.batch_size * self.world)
+        return not self.drop_last and 0 < last < self.world
+
+
+def _share(count: int, rank: int, world: int) -> int:
+    """Where `rank`'s part of `count` examples begins; the first ranks take the odd ones."""
+    return rank * (count // world) + min(rank, count % world)
+
+
+def _check_empty_batch(loader: DataLoader[Any], stage: str) -> None:
+    fetch = getattr(loader.dataset, "__getitems__", None)
+    try:
+        loader.collate_fn(fetch([]) if fetch else [])
+    except Exception as error:
+        raise ValueError(
+            f"Expected the {stage} loader's collate_fn to know the empty batch, found that it raises "
+            f"{type(error).__name__}: the last batch has fewer examples than there are ranks. Set "
+            "drop_last=True, or collate with lightning_dpsparse.data.collate."
+        ) from error
+
+
+def _rebuild(cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler: Any) -> Any:
+    """The same loader over another batch sampler."""
+    return cls(
+        loader.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+class _SkipBatches:
+    """A batch sampler that leaves out its first batches once, without reading any example."""
+
+    def __init__(self, batch_sampler: data.BatchSampler) -> None:
+        self._batch_sampler, self.skip = batch_sampler, 0
+        self.sampler = batch_sampler.sampler  # Lightning sets the epoch on it
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self.skip = self.skip, 0
+        return islice(iter(self._batch_sampler), skip, None)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A `DataLoader` that goes on where a checkpoint left it (Lightning saves its state)."""
+
+    batches_per_epoch: Callable[[], int]
+    _handed_out = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._handed_out = cast(_SkipBatches, self.batch_sampler).skip
+        for batch in super().__iter__():
+            self._handed_out += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self._handed_out % self.batches_per_epoch()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        cast(_SkipBatches, self.batch_sampler).skip = state["batches"]
+
+
+class Truncated:
+    """The first `num_batches` batches of a loader."""
+
+    def __init__(self, loader: Iterable[Any], num_batches: int) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._num_batches)
+
+
+class InStep:
+    """A loader of unknown length that ends on all ranks at once: they agree before every batch."""
+
+    def __init__(self, loader: Iterable[Any], stage: str, uneven: Uneven) -> None:
+        self._loader, self._stage, self._uneven = loader, stage, uneven
+
+    def __iter__(self) -> Iterator[Any]:
+        over = object()
+        batches = iter(self._loader)
+        while True:
+            batch = next(batches, over)
+            has_more = on_every_rank(batch is not over)
+            if all(has_more):
+                yield batch
+                continue
+            if any(has_more) and self._uneven == "raise":
+                raise ValueError(_uneven_message(self._stage, "some ranks at their end and others not"))
+            return

@@ -1,0 +1,45 @@
+"""Trainer settings that this strategy cannot honour: refused at start, with the remedy."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import nn
+
+
+def check_module_class(module: object) -> None:
+    if not isinstance(module, LightningModule):
+        raise TypeError(
+            f"Expected a lightning.pytorch.LightningModule, found {type(module).__name__} from "
+            f"{type(module).__module__!r}. Modules and trainers of the separate package "
+            "`pytorch_lightning` are other classes: import both from `lightning.pytorch`."
+        )
+
+
+def check_trainer(trainer: Trainer, precision: Precision) -> None:
+    """Settings of the Trainer."""
+    if precision.precision != "32-true":
+        raise ValueError(
+            f"Expected precision='32-true', found {precision.precision!r}: the tables and their "
+            "gradients are float32. Leave precision out."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the fused "
+            "optimizer updates the tables in every backward pass. Use a larger batch_size."
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Expected no gradient_clip_val, found {trainer.gradient_clip_val}: the tables' gradients "
+            "never exist outside the fused optimizer, so only dense layers would be clipped. Leave "
+            "it out."
+        )
+
+
+def check_layers(module: LightningModule, *, sync_batchnorm: bool) -> None:
+    """Settings that only make sense on a replicated model."""
+    if sync_batchnorm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        raise ValueError(
+            "Expected sync_batchnorm=False, found True: this strategy does not wrap the module. Use "
+            "LayerNorm, which needs no synchronisation."
+        )

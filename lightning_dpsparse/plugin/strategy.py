@@ -1,0 +1,243 @@
+"""The Lightning strategy: sharded tables with a fused optimizer, dense layers replicated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dpsparse.plugin import loaders, refusals
+from lightning_dpsparse.sharded import build, fused, shards
+from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
+from lightning_dpsparse.sharded.fused import FusedOptimizer
+from lightning_dpsparse.sharded.placement import Placement
+
+
+class DPSparseStrategy(DDPStrategy):
+    """Train a LightningModule whose `EmbeddingBagCollection`s are sharded over all ranks.
+
+    The module stays plain: tables and layers in `configure_model`, a dense optimizer in
+    `configure_optimizers`, and a `training_step` that returns one loss per example (or a mean).
+
+    Args:
+        privacy: The privacy plan. Only None, plain TorchRec training, in this version.
+        placement: Where the tables go. By default TorchRec's planner decides.
+        fused_optimizer: How the tables learn.
+        uneven_loaders: What to do with loaders that give ranks different numbers of batches.
+        process_group_backend: "gloo" or "nccl". By default what fits the device.
+        timeout: How long a rank waits for the others.
+        start_method: How Lightning starts the other processes of this host.
+    """
+
+    strategy_name = "dpsparse"
+
+    def __init__(
+        self,
+        privacy: None = None,
+        placement: Placement | None = None,
+        fused_optimizer: FusedOptimizer | None = None,
+        uneven_loaders: Literal["raise", "truncate"] = "raise",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
+        )
+        if privacy is not None:
+            raise ValueError(
+                f"Expected privacy=None, found {type(privacy).__name__}: this version trains without "
+                "privacy only."
+            )
+        self.placement = placement or Placement()
+        self.fused_optimizer = fused_optimizer or FusedOptimizer()
+        self.uneven_loaders = uneven_loaders
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            cls.strategy_name, cls, description="TorchRec sharded tables", override=True
+        )
+
+    # ---- set-up ---------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        # TorchRec reads the number of ranks per host from here; Lightning's launcher does not set it.
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        super().setup_environment()
+        build.divide_gradients_by_world_size(False)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        refusals.check_module_class(model)
+        super().connect(model)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with super().tensor_init_context(empty_init), shards.tables_on_meta():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.module
+        refusals.check_trainer(trainer, self.precision_plugin)
+        refusals.check_layers(module, sync_batchnorm=self._layer_sync is not None)
+        self.precision_plugin.convert_module(module)
+        if not shards.sharded_collections(module):  # else: fit, test, fit again
+            plan = build.shard_tables(
+                module, self.placement, self.fused_optimizer, self.root_device, self.num_processes
+            )
+            rank_zero_info(f"\nTables, {self.fused_optimizer.kind} fused into backward:\n{plan}\n")
+        self.model = module  # sharded in place, never wrapped
+        self.model_to_device()
+        build.broadcast_dense(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def model_to_device(self) -> None:
+        build.move_dense_to(self.module, self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the module's own optimizer without the tables: the fused one owns them."""
+        with shards.tables_hidden(self.module):
+            super().setup_optimizers(trainer)
+        self._dense_parameters = shards.dense_parameters(self.module)
+        self._tables = fused.combined_fused_optimizer(self.module)
+        fused.set_learning_rate(self._tables, self.fused_optimizer.learning_rate)
+        self._fused_learning_rate = self.fused_optimizer.learning_rate
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.module.trainer
+        if trainer.training:
+            return loaders.training_loader(
+                dataloader, self.uneven_loaders, lambda: int(trainer.num_training_batches)
+            )
+        stage = str(trainer.state.stage.value) if trainer.state.stage else "evaluation"
+        return loaders.evaluation_loader(
+            dataloader, stage, self.uneven_loaders, self.global_rank, self.world_size
+        )
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._follow_schedule()
+        return super().training_step(*args, **kwargs)
+
+    def _follow_schedule(self) -> None:
+        """Scale the tables' learning rate as the module's scheduler scales its own."""
+        if not self.fused_optimizer.follow_schedule or not self.optimizers:
+            return
+        group = self.optimizers[0].param_groups[0]
+        # OneCycleLR keeps its peak in the group and overwrites initial_lr.
+        base = group.get("max_lr", group.get("initial_lr"))
+        factor = float(group["lr"]) / float(base) if base else 1.0
+        learning_rate = self.fused_optimizer.learning_rate * factor
+        if learning_rate != self._fused_learning_rate:
+            fused.set_learning_rate(self._tables, learning_rate)
+            self._fused_learning_rate = learning_rate
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Backward of the mean loss over all ranks' examples; the tables are updated on the way."""
+        loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+        self.precision_plugin.backward(
+            self._global_mean(loss), self.module, optimizer, *args, **kwargs
+        )
+        build.sum_gradients(self._dense_parameters)
+        return self.precision_plugin.post_backward(loss, self.module)
+
+    def _global_mean(self, loss: Tensor) -> Tensor:
+        """This rank's share of the mean: summed over ranks, it is the mean over all examples."""
+        if loss.ndim == 0:
+            return loss / self.world_size
+        if loss.ndim == 1:
+            return loss.sum() / build.global_count(loss.numel(), loss.device)
+        raise ValueError(
+            f"Expected one loss per example (1-D), found shape {tuple(loss.shape)}. Use "
+            "reduction='none' and reduce over everything but the batch."
+        )
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory: every rank its shards, rank 0 the rest."""
+        path = Path(self.broadcast(str(filepath)))
+        if self.is_global_zero and path.is_file():
+            path.unlink()
+        self.barrier()
+        meta = dict(checkpoint)
+        sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        return sharded_checkpoint.load(
+            path,
+            self.module,
+            strict=self.module.strict_loading,
+            with_optimizer=self.module.trainer.state.fn == TrainerFn.FITTING,
+            weights_only=weights_only,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing left to do: `load_checkpoint` read the shards in place."""
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            shutil.rmtree(filepath, ignore_errors=True)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the module where it is: sharded tables cannot move to another device."""
+        build.divide_gradients_by_world_size(True)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,1 @@
+"""Everything that touches TorchRec's sharding, FBGEMM's kernels and torch.distributed."""

@@ -1,0 +1,110 @@
+"""The fused optimizer: FBGEMM updates a table's rows inside the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer
+
+from lightning_dpsparse.sharded.shards import local_kernels
+
+_FBGEMM_NAME = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedOptimizer:
+    """How the embedding tables learn. The module's own optimizer trains everything else."""
+
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    """The update rule. Adam exists on CUDA only."""
+
+    learning_rate: float = 0.01
+    """The tables' learning rate, apart from the dense optimizer's."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment. SGD has none."""
+
+    beta1: float = 0.9
+    """Adam's first-moment decay."""
+
+    beta2: float = 0.999
+    """Adam's second-moment decay."""
+
+    weight_decay: float = 0.0
+    """L2 penalty inside the update: row-wise Adagrad and Adam, on CUDA only."""
+
+    follow_schedule: bool = True
+    """Multiply the learning rate by the factor that the module's lr scheduler applies to its own."""
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what FBGEMM would silently leave out or get wrong."""
+        if self.learning_rate < 0:
+            raise ValueError(f"Expected learning_rate >= 0, found {self.learning_rate}.")
+        if self.kind == "adam" and device.type == "cpu":
+            raise ValueError(
+                "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on CUDA "
+                "only. Use rowwise_adagrad, adagrad or sgd."
+            )
+        if self.weight_decay and self.kind in ("sgd", "adagrad"):
+            raise ValueError(
+                f"Expected weight_decay=0 with {self.kind}, found {self.weight_decay}: FBGEMM's "
+                f"{self.kind} kernel ignores it. Use rowwise_adagrad or adam on CUDA."
+            )
+        if self.weight_decay and device.type == "cpu":
+            raise ValueError(
+                f"Expected weight_decay=0 on CPU, found {self.weight_decay}: FBGEMM's CPU row-wise "
+                "Adagrad applies it only to tables that several features share. Set it to 0."
+            )
+
+    def fused_params(self) -> dict[str, Any]:
+        """The settings under TorchRec's names."""
+        params: dict[str, Any] = {
+            "optimizer": _FBGEMM_NAME[self.kind],
+            "learning_rate": self.learning_rate,
+        }
+        if self.kind != "sgd":
+            params["eps"] = self.eps
+        if self.kind == "adam":
+            params |= {"beta1": self.beta1, "beta2": self.beta2}
+        if self.weight_decay:
+            params["weight_decay"] = self.weight_decay
+        return params
+
+
+def combined_fused_optimizer(module: nn.Module) -> CombinedOptimizer:
+    """One optimizer object over the fused optimizers of every sharded collection in `module`."""
+    return CombinedOptimizer(
+        [
+            (path, child.fused_optimizer)
+            for path, child in module.named_modules()
+            if isinstance(child, ShardedModule)
+        ]
+    )
+
+
+def set_learning_rate(optimizer: CombinedOptimizer, learning_rate: float) -> None:
+    """Give every kernel this learning rate from its next forward pass on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()  # a fused optimizer's step only hands the learning rate to its kernel
+
+
+
+def kernel_steps(module: nn.Module) -> int:
+    """Updates that the kernels have counted: Adam's bias correction reads them."""
+    return max((int(kernel.emb_module.iter.item()) for _, kernel in local_kernels(module)), default=0)
+
+
+def set_kernel_steps(module: nn.Module, steps: int) -> None:
+    for _, kernel in local_kernels(module):
+        kernel.emb_module.set_optimizer_step(steps)

@@ -1,0 +1,262 @@
+"""Where the tables go: TorchRec's planner, with the last word left to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.distributed.sharding_plan import column_wise, table_wise
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+PlacementKind = Literal[
+    "auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid"
+]
+
+_TORCHREC_NAME: dict[str, str] = {
+    "table_wise": ShardingType.TABLE_WISE.value,
+    "row_wise": ShardingType.ROW_WISE.value,
+    "column_wise": ShardingType.COLUMN_WISE.value,
+    "table_row_wise": ShardingType.TABLE_ROW_WISE.value,
+    "table_column_wise": ShardingType.TABLE_COLUMN_WISE.value,
+    "grid": ShardingType.GRID_SHARD.value,
+}
+SPLITS_ROWS = {
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+}
+_SPLITS_COLUMNS = {"column_wise", "table_column_wise", "grid"}
+
+# FBGEMM's kernels want rows of a multiple of four floats.
+COLUMN_MULTIPLE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlacement:
+    """Where one table goes."""
+
+    kind: PlacementKind = "auto"
+    """How the table is cut. `auto` leaves it to the planner."""
+
+    ranks: list[int] | None = None
+    """Pin a table_wise table to one rank, or a column_wise table's pieces to these ranks."""
+
+    shards: int | None = None
+    """Into how many column pieces a column_wise, table_column_wise or grid table is cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the tables go. By default TorchRec's planner decides."""
+
+    default: PlacementKind = "auto"
+    """For tables that `tables` does not name."""
+
+    tables: dict[str, PlacementKind | TablePlacement] = field(default_factory=dict)
+    """Overrides by table name: a kind, or a kind with ranks or a number of pieces."""
+
+    def of(self, table: str) -> TablePlacement:
+        choice = self.tables.get(table, self.default)
+        return choice if isinstance(choice, TablePlacement) else TablePlacement(kind=choice)
+
+
+class FusedSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, held to fused kernels, with row-wise kinds on CPU too.
+
+    Never data_parallel: replicated tables would bypass the fused update.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(_TORCHREC_NAME.values())
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+def make_plan(
+    module: nn.Module,
+    placement: Placement,
+    sharder: FusedSharder,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    """Decide where every table of `module` goes. Rank 0 decides for all."""
+    world_size = dist.get_world_size()
+    configs = _table_configs(module)
+    _check_names(placement, configs)
+    constraints = {
+        name: _constraint(placement.of(name), config, configs, world_size, local_world_size)
+        for name, config in configs.items()
+    }
+    topology = TopologyFactory.create_topology(
+        TrainerConfig(world_size=world_size, local_world_size=local_world_size),
+        kernel_config=KernelConfig(compute_device=device.type),
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.1),
+    )
+    plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
+    for tables in plan.plan.values():
+        for name in tables:
+            pinned = placement.of(name).ranks
+            if pinned is not None:
+                tables[name] = _pin(
+                    configs[name], placement.of(name), sharder, device, local_world_size, world_size
+                )
+    return plan
+
+
+def describe(module: nn.Module, plan: ShardingPlan) -> str:
+    """The plan as a table for people."""
+    configs = _table_configs(module)
+    rows = [("table", "rows", "width", "features", "placement", "ranks", "MB per rank")]
+    for tables in plan.plan.values():
+        for name, sharding in tables.items():
+            config = configs[name]
+            largest = max(
+                shard.shard_sizes[0] * shard.shard_sizes[1] for shard in sharding.sharding_spec.shards
+            )
+            rows.append(
+                (
+                    name,
+                    f"{config.num_embeddings:,}",
+                    str(config.embedding_dim),
+                    _shorten(", ".join(config.feature_names), 24),
+                    sharding.sharding_type,
+                    _shorten(", ".join(map(str, sharding.ranks or [])), 16),
+                    f"{largest * 4 / 2**20:,.1f}",
+                )
+            )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _table_configs(module: nn.Module) -> dict[str, EmbeddingBagConfig]:
+    configs: dict[str, EmbeddingBagConfig] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, EmbeddingBagCollection):
+            for config in child.embedding_bag_configs():
+                if config.name in configs:
+                    raise ValueError(
+                        f"Expected every table to have a name of its own, found {config.name!r} twice "
+                        f"(again in {path!r}). Rename one of them."
+                    )
+                configs[config.name] = config
+    return configs
+
+
+def _check_names(placement: Placement, configs: Mapping[str, EmbeddingBagConfig]) -> None:
+    unknown = sorted(set(placement.tables) - set(configs))
+    if unknown:
+        raise ValueError(
+            f"Expected placement.tables to name tables of the model, found {unknown}. "
+            f"The model has {sorted(configs)}."
+        )
+
+
+def _constraint(
+    choice: TablePlacement,
+    config: EmbeddingBagConfig,
+    configs: Mapping[str, EmbeddingBagConfig],
+    world_size: int,
+    local_world_size: int,
+) -> ParameterConstraints:
+    """The planner's freedom for one table."""
+    if choice.ranks is not None and choice.kind not in ("table_wise", "column_wise"):
+        raise ValueError(
+            f"Expected ranks with table_wise or column_wise only, found {choice.kind} for table "
+            f"{config.name!r}. Leave ranks out: the planner picks them."
+        )
+    if choice.ranks is not None and not set(choice.ranks) <= set(range(world_size)):
+        raise ValueError(
+            f"Expected ranks from 0 to {world_size - 1} for table {config.name!r}, found "
+            f"{choice.ranks}."
+        )
+    if choice.kind == "table_wise" and choice.ranks is not None and len(choice.ranks) != 1:
+        raise ValueError(
+            f"Expected one rank for table_wise table {config.name!r}, found {choice.ranks}. "
+            "Use column_wise or row_wise to cut a table."
+        )
+    if choice.kind == "auto":
+        return ParameterConstraints(sharding_types=_auto_kinds(config, configs, world_size))
+    min_partition = None
+    if choice.kind in _SPLITS_COLUMNS:
+        hosts = world_size // local_world_size
+        wanted = len(choice.ranks) if choice.ranks is not None else choice.shards
+        most = hosts if choice.kind == "grid" else world_size
+        min_partition = _column_width(config, wanted, most)
+    return ParameterConstraints(
+        sharding_types=[_TORCHREC_NAME[choice.kind]], min_partition=min_partition
+    )
+
+
+def _auto_kinds(
+    config: EmbeddingBagConfig, configs: Mapping[str, EmbeddingBagConfig], world_size: int
+) -> list[str]:
+    """Whole tables, except that one larger than a rank's fair share may also be cut by rows.
+
+    Left free, the planner cuts even a table of three rows. MEAN-pooled tables stay whole: upstream
+    mixes up their divisor when row-wise tables stand beside other kinds.
+    """
+    size = config.num_embeddings * config.embedding_dim
+    total = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
+    kinds = [ShardingType.TABLE_WISE.value]
+    no_mean = all(c.pooling is PoolingType.SUM for c in configs.values())
+    if world_size > 1 and size * world_size > total and no_mean:
+        kinds.append(ShardingType.ROW_WISE.value)
+    return kinds
+
+
+def _column_width(config: EmbeddingBagConfig, shards: int | None, most: int) -> int:
+    """Columns per piece: as asked, or as many pieces up to `most` as the width allows."""
+    width = config.embedding_dim
+    fits = [
+        n for n in range(1, most + 1) if width % n == 0 and (width // n) % COLUMN_MULTIPLE == 0
+    ]
+    if shards is None:
+        return width // max(fits)
+    if width % shards or (width // shards) % COLUMN_MULTIPLE:
+        raise ValueError(
+            f"Expected table {config.name!r} (width {width}) to be cut into pieces of a multiple of "
+            f"{COLUMN_MULTIPLE} columns, found {shards} pieces. Choose from {fits}."
+        )
+    return width // shards
+
+
+def _pin(
+    config: EmbeddingBagConfig,
+    choice: TablePlacement,
+    sharder: FusedSharder,
+    device: torch.device,
+    local_world_size: int,
+    world_size: int,
+) -> ParameterSharding:
+    """The sharding of a table whose ranks the user has named."""
+    assert choice.ranks is not None
+    kernel = EmbeddingComputeKernel.FUSED.value
+    generate = (
+        table_wise(rank=choice.ranks[0], compute_kernel=kernel)
+        if choice.kind == "table_wise"
+        else column_wise(ranks=choice.ranks, compute_kernel=kernel)
+    )
+    weight = torch.empty(config.num_embeddings, config.embedding_dim, device="meta")
+    return generate(nn.Parameter(weight), local_world_size, world_size, device.type, sharder)

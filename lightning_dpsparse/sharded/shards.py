@@ -1,0 +1,184 @@
+"""Which rows and columns of which table live on this rank, as live views."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+# Rows are initialised in blocks of this many, each block from a seed of its own, so that a table
+# starts the same however it is cut.
+_ROWS_PER_BLOCK = 16384
+
+# Initialisers that treat every element alike: they may be run block by block.
+_ELEMENTWISE = {
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.trunc_normal_,
+    nn.init.constant_,
+    nn.init.zeros_,
+    nn.init.ones_,
+}
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """The part of one table that this rank owns."""
+
+    key: str
+    """The table's weight in the module's state dict."""
+    row_offset: int
+    column_offset: int
+    table_shape: tuple[int, int]
+    weight: Tensor
+    """Live view of the kernel's memory, (rows here, columns here)."""
+    init_fn: Callable[[Tensor], Any]
+
+    def slice_of(self, table: Tensor) -> Tensor:
+        """The same rows and columns of a whole table."""
+        rows, columns = self.weight.shape
+        return table[
+            self.row_offset : self.row_offset + rows, self.column_offset : self.column_offset + columns
+        ]
+
+
+def sharded_collections(module: nn.Module) -> dict[str, ShardedEmbeddingBagCollection]:
+    """Every sharded collection in `module`, by its path."""
+    return {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, ShardedEmbeddingBagCollection)
+    }
+
+
+def local_kernels(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path of the collection, FBGEMM kernel) for every kernel on this rank."""
+    for path, collection in sharded_collections(module).items():
+        for lookup in collection._lookups:
+            for kernel in lookup._emb_modules:
+                yield path, kernel
+
+
+def local_shards(module: nn.Module) -> Iterator[TableShard]:
+    """Every non-empty piece of a table on this rank."""
+    for path, kernel in local_kernels(module):
+        tables = kernel.config.embedding_tables
+        for table, weight in zip(tables, kernel.split_embedding_weights()):
+            place = table.local_metadata
+            row, column = place.shard_offsets if place is not None else (0, 0)
+            if weight.numel():
+                yield TableShard(
+                    key=f"{path}.embedding_bags.{table.name}.weight",
+                    row_offset=row,
+                    column_offset=column,
+                    table_shape=(table.num_embeddings, table.embedding_dim),
+                    weight=weight,
+                    init_fn=table.init_fn,
+                )
+
+
+@contextmanager
+def tables_hidden(module: nn.Module) -> Iterator[None]:
+    """Inside, `module.parameters()` lists dense parameters only.
+
+    An optimizer that met the tables would allocate state as large as they are.
+    """
+    tables = [m for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()]
+    parameters = [table._parameters for table in tables]
+    try:
+        for table in tables:
+            table._parameters = {}
+        yield
+    finally:
+        for table, original in zip(tables, parameters):
+            table._parameters = original
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters outside the tables, in the module's order."""
+    with tables_hidden(module):
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def tables_on_meta() -> Iterator[None]:
+    """Inside, an `EmbeddingBagCollection` takes no memory: its shards are allocated later.
+
+    Only collections: a blanket meta device would leave the dense layers without values.
+    """
+    original = EmbeddingBagCollection.__init__
+
+    def init_on_meta(
+        self: EmbeddingBagCollection, tables: Any, is_weighted: bool = False, device: Any = None
+    ) -> None:
+        original(self, tables, is_weighted, device or torch.device("meta"))
+
+    EmbeddingBagCollection.__init__ = init_on_meta
+    try:
+        yield
+    finally:
+        EmbeddingBagCollection.__init__ = original
+
+
+@torch.no_grad()
+def initialise_shards(module: nn.Module, seed: int) -> None:
+    """Fill every local shard with its table's initial values.
+
+    The values depend on (seed, table, row block) alone: one rank or many, row-wise or column-wise,
+    a table starts the same. An initialiser that looks at the whole shape (Xavier, say) is run once
+    per shard instead, from a seed of its own, as TorchRec does.
+    """
+    for shard in local_shards(module):
+        if getattr(shard.init_fn, "func", shard.init_fn) in _ELEMENTWISE:
+            _initialise_by_blocks(shard, seed)
+        else:
+            with _seeded(shard.weight.device, seed, shard.key, shard.row_offset, shard.column_offset):
+                shard.init_fn(shard.weight)
+
+
+def _initialise_by_blocks(shard: TableShard, seed: int) -> None:
+    num_rows, num_columns = shard.table_shape
+    rows_here, columns_here = shard.weight.shape
+    columns = slice(shard.column_offset, shard.column_offset + columns_here)
+    first, last = shard.row_offset, shard.row_offset + rows_here
+    for block in range(first // _ROWS_PER_BLOCK, (last - 1) // _ROWS_PER_BLOCK + 1):
+        start = block * _ROWS_PER_BLOCK
+        stop = min(start + _ROWS_PER_BLOCK, num_rows)
+        with _seeded(shard.weight.device, seed, shard.key, block):
+            values = torch.empty(stop - start, num_columns, device=shard.weight.device)
+            shard.init_fn(values)
+        low, high = max(start, first), min(stop, last)
+        shard.weight[low - first : high - first] = values[low - start : high - start, columns]
+
+
+@contextmanager
+def _seeded(device: torch.device, *key: object) -> Iterator[None]:
+    """Run with torch's generators seeded by `key`, and put them back afterwards."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        yield
+
+
+@torch.no_grad()
+def load_whole_tables(module: nn.Module, tables: Mapping[str, Tensor]) -> None:
+    """Copy this rank's part of each whole table in `tables` (keyed as in a plain state dict)."""
+    for shard in local_shards(module):
+        table = tables.get(shard.key)
+        if table is None:
+            continue
+        if tuple(table.shape) != shard.table_shape:
+            raise ValueError(
+                f"Expected {shard.key} of shape {shard.table_shape}, found {tuple(table.shape)}. "
+                "Give the model the table sizes that the weights were saved with."
+            )
+        shard.weight.copy_(shard.slice_of(table))
