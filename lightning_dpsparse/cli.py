@@ -36,25 +36,18 @@ def main(args: Sequence[str] | None = None) -> None:
         except (ValueError, OSError) as error:
             sys.exit(f"error: {error}")
     else:
-        run_recipe(argv)
+        _run_recipe(args)
 
 
-def run_recipe(argv: list[str]) -> None:
+def _run_recipe(args: Sequence[str] | None) -> None:
     """fit, validate, test or predict."""
     import torch
-    from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
 
+    from lightning_dpsparse.recipe import RecipeCLI, quiet
+
+    quiet()
     try:
-        LightningCLI(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "lightning-dpsparse", "description": _DESCRIPTION},
-            args=argv,
-        )
+        RecipeCLI(description=_DESCRIPTION, args=args)
     except (ValueError, TypeError, OSError) as error:
         if not _raised_here(error):
             raise

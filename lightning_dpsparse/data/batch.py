@@ -97,6 +97,12 @@ class ClickData(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[Clicks]:
         return self._loader(self.test_set)
 
+    @override
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        return batch.to(device, non_blocking=True)  # Lightning would wait for it
+
     def _loader(self, dataset: ClickDataset, *, train: bool = False) -> DataLoader[Clicks]:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         if self.batch_size % world_size:

@@ -71,12 +71,6 @@ class ClickModule(LightningModule):
         scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    @override
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        return batch.to(device, non_blocking=True)
-
 
 def feature_names(num_features: int) -> list[str]:
     """The categorical features' names, as the data modules of this package give them.

@@ -1,0 +1,224 @@
+"""What does a training step cost, as a ratio to the first mode?
+
+bare      a TorchRec loop without Lightning: sharded DLRM, fused SGD
+torchrec  the same model through Trainer and DPSparseStrategy(privacy=None)
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.harness import (
+    Feed,
+    Mode,
+    bar_plot,
+    interleave,
+    peak_rss_alone,
+    peak_rss_mb,
+    print_table,
+    write_json_lines,
+)
+from lightning_dpsparse import DPSparseStrategy, FusedOptimizer
+from lightning_dpsparse.models import DLRMModule
+from lightning_dpsparse.recipe import quiet
+from lightning_dpsparse.sharded.shards import tables_on_meta
+
+NUM_TABLES, NUM_COUNTS = 26, 13
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The DLRM of the speed targets: 26 tables, one uniform id per feature."""
+
+    rows: int
+    batch: int
+    dim: int
+
+    def module(self) -> DLRMModule:
+        return DLRMModule(
+            num_rows=[self.rows] * NUM_TABLES,
+            embedding_dim=self.dim,
+            dense_arch=[512, 256, self.dim],
+            over_arch=[512, 256, 1],
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
+        )
+
+    def batches(self, count: int = 8) -> list[Batch]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            Batch(
+                dense_features=torch.randint(
+                    0, 100, (self.batch, NUM_COUNTS), generator=generator
+                ).float(),
+                sparse_features=KeyedJaggedTensor(
+                    keys=[f"cat_{i}" for i in range(NUM_TABLES)],
+                    values=torch.randint(0, self.rows, (NUM_TABLES * self.batch,), generator=generator),
+                    lengths=torch.ones(NUM_TABLES * self.batch, dtype=torch.int64),
+                ),
+                labels=torch.randint(0, 2, (self.batch,), generator=generator).float(),
+            )
+            for _ in range(count)
+        ]
+
+
+def bare(workload: Workload) -> Mode:
+    """TorchRec as its own examples use it."""
+
+    def run(feed: Feed) -> None:
+        module = workload.module()
+        with tables_on_meta():
+            module.configure_model()
+        settings = FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE).fused_params()
+        sharder = EmbeddingBagCollectionSharder(fused_params=settings)
+        path = "net.sparse_arch.embedding_bag_collection"
+        tables = construct_module_sharding_plan(
+            module.get_submodule(path),
+            {f"table_{i}": table_wise(rank=0, compute_kernel="fused") for i in range(NUM_TABLES)},
+            sharder=sharder,
+            local_size=1,
+            world_size=1,
+            device_type="cpu",
+        )
+        model = DistributedModelParallel(
+            module,
+            device=torch.device("cpu"),
+            plan=ShardingPlan({path: tables}),
+            sharders=[sharder],
+            init_data_parallel=False,
+        )
+        dense = [p for name, p in module.named_parameters() if not name.startswith(path)]
+        optimizer = torch.optim.SGD(dense, lr=LEARNING_RATE)
+        for batch in feed:
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(model(batch), batch.labels)
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def torchrec(workload: Workload) -> Mode:
+    """The same through Lightning, without privacy: the yardstick of every private mode."""
+
+    def run(feed: Feed) -> None:
+        strategy = DPSparseStrategy(
+            fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE)
+        )
+        _trainer(strategy).fit(workload.module(), feed)
+
+    return run
+
+
+def _trainer(strategy: DPSparseStrategy) -> Trainer:
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+
+
+MODES: dict[str, Callable[[Workload], Mode]] = {"bare": bare, "torchrec": torchrec}
+
+
+def measure(modes: list[str], workload: Workload, steps: int) -> list[dict[str, Any]]:
+    """One row per mode."""
+    times = interleave({name: MODES[name](workload) for name in modes}, workload.batches(), steps)
+    first = times[modes[0]].medians()["cpu_ms"]
+    return [
+        {
+            "mode": name,
+            "rows": workload.rows,
+            "batch": workload.batch,
+            "dim": workload.dim,
+            **times[name].medians(),
+            "ratio": round(times[name].medians()["cpu_ms"] / first, 4),
+            "peak_rss_mb": peak_rss_alone("benchmarks.step_time", _memory_arguments(name, workload)),
+        }
+        for name in modes
+    ]
+
+
+def _memory_arguments(mode: str, workload: Workload) -> list[str]:
+    numbers = {"--rows": workload.rows, "--batch": workload.batch, "--dim": workload.dim}
+    return ["--memory-of", mode, *(str(word) for pair in numbers.items() for word in pair)]
+
+
+def one_thread() -> None:
+    """FBGEMM's CPU kernels gain nothing from a second thread, and an idle one may spin."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # where Lightning looks before it sets a number of its own
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+def start_process_group() -> None:
+    """A process group of one, for modes that do not come with Lightning."""
+    if not dist.is_initialized():
+        os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--modes", default="bare,torchrec", help=f"from {', '.join(MODES)}")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of each of the 26 tables")
+    parser.add_argument("--batch", type=int, default=2048, help="examples per step")
+    parser.add_argument("--dim", type=int, default=16, help="width of the tables")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps per mode")
+    parser.add_argument("--quick", action="store_true", help="small tables, few steps: under a minute")
+    parser.add_argument("--json", type=Path, help="write one JSON object per mode to this file")
+    parser.add_argument("--plot", type=Path, help="write a bar plot to this PNG file")
+    parser.add_argument("--memory-of", metavar="MODE", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.quick:
+        options.rows, options.steps = min(options.rows, 10_000), min(options.steps, 5)
+    warnings.filterwarnings("ignore")
+    quiet()
+    one_thread()
+    start_process_group()
+    workload = Workload(options.rows, options.batch, options.dim)
+    if options.memory_of:
+        interleave({"alone": MODES[options.memory_of](workload)}, workload.batches(), steps=5)
+        print(peak_rss_mb())
+        return
+    rows = measure(options.modes.split(","), workload, options.steps)
+    print_table(rows)
+    if options.json:
+        write_json_lines(rows, options.json)
+    if options.plot:
+        bar_plot(rows, "ratio", f"CPU time per step over {rows[0]['mode']}", options.plot)
+
+
+if __name__ == "__main__":
+    main()
