@@ -1,0 +1,36 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def _ranks(world_size: int, per_host: int | None = None) -> Iterator[Ranks]:
+    ranks = Ranks(world_size, per_host)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    yield from _ranks(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    yield from _ranks(2)
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """Directory of real samples, which the product does not carry."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("real Criteo samples are not on this machine")
+    return SHARED_DATA

@@ -1,0 +1,289 @@
+"""A model small enough to check by hand, with everything that goes wrong in tables.
+
+Repeated ids, empty bags, a table that two features share, a feature that two tables share, MEAN and
+SUM pooling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement
+from lightning_dpsparse.sharded.shards import local_kernels
+
+# name, rows, width, features
+TABLES = [("t0", 40, 8, ["f0", "f1"]), ("t1", 30, 16, ["f2"]), ("t2", 21, 8, ["f3"]), ("t3", 40, 8, ["f0"])]
+FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
+NUM_COUNTS = 3
+
+
+def tables(*, mean: bool = False) -> list[EmbeddingBagConfig]:
+    """With `mean`, t1 and t3 average their bags."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=width,
+            feature_names=features,
+            pooling=PoolingType.MEAN if mean and name in ("t1", "t3") else PoolingType.SUM,
+        )
+        for name, rows, width, features in TABLES
+    ]
+
+
+class Bags(Dataset[Any]):
+    """Examples with bags of 0 to 4 ids, a function of the index alone."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.examples = []
+        for _ in range(size):
+            bags = {
+                name: (torch.rand(int(torch.randint(0, 5, (1,), generator=generator)), generator=generator)
+                       ** 2 * rows).long()
+                for name, rows in FEATURES.items()
+            }  # fmt: skip
+            counts = torch.rand(NUM_COUNTS, generator=generator)
+            label = torch.randint(0, 2, (1,), generator=generator).float()
+            self.examples.append((counts, bags, label))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index]
+
+
+def collate(examples: list[Any]) -> Batch:
+    counts = [e[0] for e in examples]
+    bags = [e[1][name] for name in FEATURES for e in examples]
+    return Batch(
+        dense_features=torch.stack(counts) if counts else torch.zeros(0, NUM_COUNTS),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(FEATURES),
+            values=torch.cat(bags) if bags else torch.zeros(0, dtype=torch.int64),
+            lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
+            stride=len(examples),
+        ),
+        labels=torch.cat([e[2] for e in examples]) if examples else torch.zeros(0),
+    )
+
+
+class Head(nn.Module):
+    """What lies above the tables; the order of the inputs does not depend on their placement."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(width + NUM_COUNTS, 12), nn.Linear(12, 1)
+
+    def forward(self, embedded: dict[str, Tensor], counts: Tensor) -> Tensor:
+        x = torch.cat([embedded[name] for name in sorted(embedded)] + [counts], dim=1)
+        return self.out(torch.tanh(self.hidden(x))).squeeze(1)
+
+
+class SmallModule(LightningModule):
+    def __init__(
+        self, *, mean: bool = False, schedule: bool = False, scalar_loss: bool = False, lr: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.mean, self.schedule, self.scalar_loss, self.lr = mean, schedule, scalar_loss, lr
+        self.ebc: Any = None
+        self.losses: list[float] = []
+        self.predictions: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if self.ebc is None:
+            self.ebc = EmbeddingBagCollection(tables=tables(mean=self.mean))
+            self.head = Head(sum(width * len(features) for _, _, width, features in TABLES))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.head(self.ebc(batch.sparse_features).to_dict(), batch.dense_features)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.binary_cross_entropy_with_logits(self(batch), batch.labels, reduction="none")
+        self.losses.append(float(loss.detach().sum()))
+        return loss.mean() if self.scalar_loss else loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val", self(batch).sum(), batch_size=max(1, len(batch.labels)), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if not self.schedule:
+            return optimizer
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+
+def make_trainer(
+    world_size: int,
+    placement: Placement | None = None,
+    optimizer: FusedOptimizer | None = None,
+    uneven_loaders: Any = "raise",
+    **kwargs: Any,
+) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(
+        strategy=DPSparseStrategy(
+            placement=placement,
+            fused_optimizer=optimizer or FusedOptimizer(kind="sgd", learning_rate=0.1),
+            uneven_loaders=uneven_loaders,
+        ),
+        accelerator="cpu",
+        devices=world_size,
+        **(settings | kwargs),
+    )
+
+
+def loader(size: int, global_batch: int, world_size: int, **kwargs: Any) -> DataLoader[Any]:
+    """A plain loader: Lightning splits its examples over the ranks."""
+    return DataLoader(Bags(size), batch_size=global_batch // world_size, collate_fn=collate, **kwargs)
+
+
+def snapshot(module: LightningModule) -> dict[str, Any]:
+    """This rank's tables with their optimizer state, and the dense state dict."""
+    pieces = []
+    for path, kernel in local_kernels(module):
+        states = (
+            [{}] * len(kernel.config.embedding_tables)
+            if kernel.emb_module.optimizer is EmbOptimType.EXACT_SGD
+            else kernel.emb_module.get_optimizer_state()
+        )
+        for table, weight, state in zip(
+            kernel.config.embedding_tables, kernel.split_embedding_weights(), states
+        ):
+            place = table.local_metadata
+            pieces.append(
+                (
+                    f"{path}.embedding_bags.{table.name}.weight",
+                    (table.num_embeddings, table.embedding_dim),
+                    tuple(place.shard_offsets),
+                    weight.clone(),
+                    {name: value.clone() for name, value in state.items()},
+                )
+            )
+    dense = {
+        name: value.clone()
+        for name, value in module.state_dict().items()
+        if ".embedding_bags." not in name
+    }
+    return {"pieces": pieces, "dense": dense}
+
+
+def assemble(snapshots: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Whole tables and optimizer states from the pieces of all ranks; every cell written once."""
+    whole: dict[str, Tensor] = dict(snapshots[0]["dense"])
+    for other in snapshots[1:]:
+        for name, value in other["dense"].items():
+            assert torch.equal(value, whole[name]), f"ranks disagree on {name}"
+    for piece in (piece for snap in snapshots for piece in snap["pieces"]):
+        key, shape, (row, column), weight, states = piece
+        rows = slice(row, row + weight.shape[0])
+        columns = slice(column, column + weight.shape[1])
+        table = whole.setdefault(key, torch.full(shape, float("nan")))
+        assert table[rows, columns].isnan().all(), f"{key} has overlapping pieces"
+        table[rows, columns] = weight
+        for name, value in states.items():
+            if value.dim() == 2:
+                state = whole.setdefault(f"{key}:{name}", torch.full(shape, float("nan")))
+                state[rows, columns] = value
+            elif value.numel() == weight.shape[0]:  # row-wise: one number per row and column piece
+                state = whole.setdefault(f"{key}:{name}:{column}", torch.full(shape[:1], float("nan")))
+                state[rows] = value
+    assert not any(value.isnan().any() for value in whole.values())
+    return whole
+
+
+class Recording(SmallModule):
+    """Remembers how it started."""
+
+    start: dict[str, Any]
+
+    def on_train_start(self) -> None:
+        self.start = snapshot(self)
+
+
+def run_training(
+    world_size: int,
+    placement: Placement,
+    optimizer: FusedOptimizer,
+    steps: int = 4,
+    global_batch: int = 8,
+    module_settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train on every rank; runs inside a rank."""
+    torch.manual_seed(0)
+    module = Recording(**(module_settings or {}))
+    trainer = make_trainer(world_size, placement, optimizer, max_steps=steps)
+    trainer.fit(module, loader(global_batch * steps, global_batch, world_size))
+    return {"start": module.start, "end": snapshot(module), "losses": module.losses}
+
+
+class Reference(nn.Module):
+    """The same model in plain PyTorch: one `nn.EmbeddingBag` per table, autograd, dense gradients."""
+
+    def __init__(self, start: dict[str, Tensor], *, mean: bool) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict(
+            {
+                config.name: nn.EmbeddingBag(
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    mode="mean" if config.pooling is PoolingType.MEAN else "sum",
+                )
+                for config in tables(mean=mean)
+            }
+        )
+        self.head = Head(sum(width * len(features) for _, _, width, features in TABLES))
+        with torch.no_grad():
+            for name, bag in self.bags.items():
+                bag.weight.copy_(start[f"ebc.embedding_bags.{name}.weight"])
+        self.head.load_state_dict(
+            {key.removeprefix("head."): v for key, v in start.items() if key.startswith("head.")}
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        bags = batch.sparse_features.to_dict()
+        embedded = {}
+        for name, _, _, features in TABLES:
+            for feature in features:
+                key = f"{feature}@{name}" if feature == "f0" else feature  # TorchRec's own naming
+                jagged = bags[feature]
+                embedded[key] = self.bags[name](jagged.values(), jagged.offsets()[:-1])
+        return self.head(embedded, batch.dense_features)
+
+    def weights(self) -> dict[str, Tensor]:
+        tables = {f"ebc.embedding_bags.{n}.weight": b.weight.detach() for n, b in self.bags.items()}
+        return tables | {f"head.{key}": value for key, value in self.head.state_dict().items()}
+
+
+def first_epoch(size: int, global_batch: int) -> list[Batch]:
+    """The batches of all ranks together, as Lightning's sampler shuffles epoch 0."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
+    examples = Bags(size)
+    return [
+        collate([examples[i] for i in order[start : start + global_batch]])
+        for start in range(0, size, global_batch)
+    ]

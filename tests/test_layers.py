@@ -1,0 +1,63 @@
+"""The layers of the package import each other in one direction only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
+
+# A layer may import those to its left, and itself.
+ORDER = ["version", "sharded", "plugin", "data", "models", "recipe", "doctor", "cli", "__main__", "__init__"]
+
+# Who may import what from outside.
+ALLOWED = {
+    "lightning": {"plugin", "models", "data", "recipe", "cli", "__init__"},
+    "torchrec": {"sharded", "models", "data"},
+    "fbgemm_gpu": {"sharded"},
+    "torch.distributed": {"sharded"},
+    "dp_accounting": {"accounting"},
+    "pyarrow": {"data"},
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_layer_imports_a_higher_one(path: Path) -> None:
+    mine = layer(path)
+    for name in imports(path):
+        if name.startswith("lightning_dpsparse."):
+            other = name.split(".")[1]
+            if other in ORDER and mine != "__init__":
+                assert ORDER.index(other) <= ORDER.index(mine), f"{mine} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_outside_packages_stay_in_their_layer(path: Path) -> None:
+    for name in imports(path):
+        for package, layers in ALLOWED.items():
+            if name == package or name.startswith(package + "."):
+                assert layer(path) in layers, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_hold_one_idea(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
