@@ -17,17 +17,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_dpsparse.sharded.build import on_every_rank
 
 Uneven = Literal["raise", "truncate"]
+Position = tuple[int, int]  # epoch, and batches of it that are done
 
 
-def training_loader(loader: object, uneven: Uneven, batches_per_epoch: Callable[[], int]) -> object:
+def training_loader(loader: object, uneven: Uneven, position: Callable[[], Position]) -> object:
     """A loader that resumes in the middle of an epoch and never leaves a rank alone."""
     loader = same_number_of_batches(loader, "training", uneven)
     if isinstance(loader, DataLoader) and type(loader.batch_sampler) is data.BatchSampler:
-        resumable: ResumableLoader = _rebuild(
-            ResumableLoader, loader, _SkipBatches(loader.batch_sampler)
-        )
-        resumable.batches_per_epoch = batches_per_epoch
-        return resumable
+        return _rebuild(ResumableLoader, loader, _FromBatch(loader.batch_sampler, position))
     return loader
 
 
@@ -144,38 +141,39 @@ def _rebuild(cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler:
     )
 
 
-class _SkipBatches:
-    """A batch sampler that leaves out its first batches once, without reading any example."""
+class _FromBatch:
+    """A batch sampler that begins where `position()` says, without reading an example before it."""
 
-    def __init__(self, batch_sampler: data.BatchSampler) -> None:
-        self._batch_sampler, self.skip = batch_sampler, 0
-        self.sampler = batch_sampler.sampler  # Lightning sets the epoch on it
+    def __init__(self, batch_sampler: data.BatchSampler, position: Callable[[], Position]) -> None:
+        self._batch_sampler, self._position = batch_sampler, position
+        self.sampler = batch_sampler.sampler
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        skip, self.skip = self.skip, 0
-        return islice(iter(self._batch_sampler), skip, None)
+        epoch, first = self._position()
+        if hasattr(self.sampler, "set_epoch"):
+            # Lightning has set it too, but counts an epoch twice when it resumes at the epoch's end.
+            self.sampler.set_epoch(epoch)
+        return islice(iter(self._batch_sampler), first, None)
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A `DataLoader` that goes on where a checkpoint left it (Lightning saves its state)."""
+    """A `DataLoader` that goes on where the trainer's progress says, after a checkpoint too.
 
-    batches_per_epoch: Callable[[], int]
-    _handed_out = 0
+    That is asked for when the first batch is: Lightning calls `iter` before it has its progress back.
+    """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._handed_out = cast(_SkipBatches, self.batch_sampler).skip
-        for batch in super().__iter__():
-            self._handed_out += 1
-            yield batch
+        yield from super().__iter__()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self._handed_out % self.batches_per_epoch()}
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing of its own: having this tells Lightning that the loader resumes."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        cast(_SkipBatches, self.batch_sampler).skip = state["batches"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The trainer's progress says it all."""
 
 
 class Truncated:

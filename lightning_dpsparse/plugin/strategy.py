@@ -139,8 +139,9 @@ class DPSparseStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.module.trainer
         if trainer.training:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
             return loaders.training_loader(
-                dataloader, self.uneven_loaders, lambda: int(trainer.num_training_batches)
+                dataloader, self.uneven_loaders, lambda: (trainer.current_epoch, progress.current.ready)
             )
         stage = str(trainer.state.stage.value) if trainer.state.stage else "evaluation"
         return loaders.evaluation_loader(
