@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Literal, cast
 
 import torch.utils.data as data
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSamplerWrapper,
     _IndexBatchSamplerWrapper,
@@ -35,11 +35,13 @@ def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, wor
     (predict: a hang). Loaders with a sampler of the user's are only checked.
     """
     if isinstance(loader, DataLoader) and _injected_by_lightning(loader.sampler) and loader.batch_size:
-        batches = EvaluationBatches(
-            len(cast(Sized, loader.dataset)), loader.batch_size, rank, world, loader.drop_last
-        )
-        if batches.leaves_a_rank_empty():
-            _check_empty_batch(loader, stage)
+        examples = len(cast(Sized, loader.dataset))
+        if examples < world:
+            raise ValueError(
+                f"Expected at least one {stage} example for each of the {world} ranks, found "
+                f"{examples}. Use fewer devices."
+            )
+        batches = EvaluationBatches(examples, loader.batch_size, rank, world, loader.drop_last)
         sampler: Any = batches
         if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
             sampler = _IndexBatchSamplerWrapper(batches)  # lets prediction writers know the order
@@ -49,8 +51,7 @@ def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, wor
 
 def same_number_of_batches(loader: object, stage: str, uneven: Uneven) -> object:
     """`loader`, if all ranks have as many batches; else an error, or only the common ones."""
-    sized = isinstance(loader, Sized)
-    lengths = on_every_rank(len(cast(Sized, loader)) if sized else None)
+    lengths = on_every_rank(sized_len(loader))
     if len(lengths) == 1:
         return loader
     if None in lengths:
@@ -78,50 +79,31 @@ def _injected_by_lightning(sampler: object) -> bool:
 
 
 class EvaluationBatches:
-    """Batch sampler: batch k of all ranks together is the k-th run of examples, cut evenly.
+    """Batch sampler: all examples in order, dealt evenly over batches and ranks, none of them empty.
 
     >>> [list(EvaluationBatches(5, batch_size=2, rank=r, world=2, drop_last=False)) for r in (0, 1)]
-    [[[0, 1], [4]], [[2, 3], []]]
+    [[[0, 1], [3]], [[2], [4]]]
     """
 
     def __init__(
         self, num_examples: int, batch_size: int, rank: int, world: int, drop_last: bool
     ) -> None:
-        self.num_examples, self.batch_size, self.rank, self.world = num_examples, batch_size, rank, world
-        self.drop_last = drop_last
+        together = batch_size * world
+        self._num_batches = num_examples // together if drop_last else -(-num_examples // together)
+        self._num_examples = min(num_examples, self._num_batches * together)
+        self._rank, self._world = rank, world
 
     def __len__(self) -> int:
-        batches = self.num_examples / (self.batch_size * self.world)
-        return math.floor(batches) if self.drop_last else math.ceil(batches)
+        return self._num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        together = self.batch_size * self.world
-        for start in range(0, len(self) * together, together):
-            count = min(together, self.num_examples - start)
-            first = start + _share(count, self.rank, self.world)
-            stop = start + _share(count, self.rank + 1, self.world)
-            yield list(range(first, stop))
+        for part in range(self._rank, self._num_batches * self._world, self._world):
+            yield list(range(self._start_of(part), self._start_of(part + 1)))
 
-    def leaves_a_rank_empty(self) -> bool:
-        last = self.num_examples % (self.batch_size * self.world)
-        return not self.drop_last and 0 < last < self.world
-
-
-def _share(count: int, rank: int, world: int) -> int:
-    """Where `rank`'s part of `count` examples begins; the first ranks take the odd ones."""
-    return rank * (count // world) + min(rank, count % world)
-
-
-def _check_empty_batch(loader: DataLoader[Any], stage: str) -> None:
-    fetch = getattr(loader.dataset, "__getitems__", None)
-    try:
-        loader.collate_fn(fetch([]) if fetch else [])
-    except Exception as error:
-        raise ValueError(
-            f"Expected the {stage} loader's collate_fn to know the empty batch, found that it raises "
-            f"{type(error).__name__}: the last batch has fewer examples than there are ranks. Set "
-            "drop_last=True, or collate with lightning_dpsparse.data.collate."
-        ) from error
+    def _start_of(self, part: int) -> int:
+        """Where part `part` begins; the first parts take the odd examples."""
+        size, odd = divmod(self._num_examples, self._num_batches * self._world)
+        return part * size + min(part, odd)
 
 
 def _rebuild(cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler: Any) -> Any:

@@ -45,7 +45,6 @@ def shard_tables(
     check_plan(module, plan)
     text = describe(module, plan)
     existing = _existing_tables(module)
-    # TorchRec would draw every shard from the rank's own generator: equal halves on equal seeds.
     DistributedModelParallel(
         module,
         env=ShardingEnv.from_process_group(dist.group.WORLD),

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.sharding_plan import column_wise, table_wise
-from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -71,11 +74,44 @@ class Placement:
         return choice if isinstance(choice, TablePlacement) else TablePlacement(kind=choice)
 
 
+class ShardedTables(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded collection, without its own initial values.
+
+    TorchRec draws every shard from the rank's generator (equal halves on equal seeds) and hands
+    initialisers a flat view of the rows. `initialise_shards` fills the tables instead.
+    """
+
+    def reset_parameters(self) -> None:
+        """Nothing: see above."""
+
+
 class FusedSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder, held to fused kernels, with row-wise kinds on CPU too.
 
     Never data_parallel: replicated tables would bypass the fused update.
     """
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTables:
+        return ShardedTables(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedTables]:
+        return ShardedTables
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(_TORCHREC_NAME.values())
@@ -197,7 +233,7 @@ def _constraint(
             "Use column_wise or row_wise to cut a table."
         )
     if choice.kind == "auto":
-        return ParameterConstraints(sharding_types=_auto_kinds(config, configs, world_size))
+        return ParameterConstraints(sharding_types=[_auto_kind(config, configs, world_size)])
     min_partition = None
     if choice.kind in _SPLITS_COLUMNS:
         hosts = world_size // local_world_size
@@ -209,21 +245,21 @@ def _constraint(
     )
 
 
-def _auto_kinds(
+def _auto_kind(
     config: EmbeddingBagConfig, configs: Mapping[str, EmbeddingBagConfig], world_size: int
-) -> list[str]:
-    """Whole tables, except that one larger than a rank's fair share may also be cut by rows.
+) -> str:
+    """Whole tables, which the planner spreads; one beyond a rank's fair share is cut by rows.
 
-    Left free, the planner cuts even a table of three rows. MEAN-pooled tables stay whole: upstream
-    mixes up their divisor when row-wise tables stand beside other kinds.
+    Left free, the planner cuts a table of three rows, or leaves one with most of the memory whole.
+    MEAN-pooled tables stay whole: upstream mixes up their divisor when row-wise tables stand beside
+    other kinds.
     """
     size = config.num_embeddings * config.embedding_dim
     total = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
-    kinds = [ShardingType.TABLE_WISE.value]
     no_mean = all(c.pooling is PoolingType.SUM for c in configs.values())
     if world_size > 1 and size * world_size > total and no_mean:
-        kinds.append(ShardingType.ROW_WISE.value)
-    return kinds
+        return ShardingType.ROW_WISE.value
+    return ShardingType.TABLE_WISE.value
 
 
 def _column_width(config: EmbeddingBagConfig, shards: int | None, most: int) -> int:

@@ -69,6 +69,11 @@ def local_kernels(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def local_shards(module: nn.Module) -> Iterator[TableShard]:
     """Every non-empty piece of a table on this rank."""
+    init_fns = {
+        (path, config.name): config.init_fn
+        for path, collection in sharded_collections(module).items()
+        for config in collection._embedding_bag_configs
+    }  # the kernels' own table descriptions have lost them
     for path, kernel in local_kernels(module):
         tables = kernel.config.embedding_tables
         for table, weight in zip(tables, kernel.split_embedding_weights()):
@@ -81,7 +86,7 @@ def local_shards(module: nn.Module) -> Iterator[TableShard]:
                     column_offset=column,
                     table_shape=(table.num_embeddings, table.embedding_dim),
                     weight=weight,
-                    init_fn=table.init_fn,
+                    init_fn=init_fns[path, table.name],
                 )
 
 
@@ -134,7 +139,7 @@ def initialise_shards(module: nn.Module, seed: int) -> None:
 
     The values depend on (seed, table, row block) alone: one rank or many, row-wise or column-wise,
     a table starts the same. An initialiser that looks at the whole shape (Xavier, say) is run once
-    per shard instead, from a seed of its own, as TorchRec does.
+    per shard instead, from a seed of its own.
     """
     for shard in local_shards(module):
         if getattr(shard.init_fn, "func", shard.init_fn) in _ELEMENTWISE:

@@ -1,0 +1,195 @@
+"""What cannot be trained right is refused at start, in one message with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement, TablePlacement
+from tests.ranks import Ranks
+from tests.small import SmallModule, loader, make_trainer
+
+
+class WithTables(SmallModule):
+    """The small model with one thing changed."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
+    def configure_model(self) -> None:
+        if self.ebc is not None:
+            return
+        super().configure_model()
+        configs = self.ebc.embedding_bag_configs()
+        if self.change == "fp16":
+            configs[0].data_type = DataType.FP16
+        if self.change == "width":
+            configs[0].embedding_dim = 6
+        if self.change == "weighted mean":
+            configs[0].pooling = PoolingType.MEAN
+            self.ebc = EmbeddingBagCollection(tables=configs, is_weighted=True)
+        if self.change == "mean":
+            configs[1].pooling = PoolingType.MEAN
+        if self.change == "sequence":
+            config = EmbeddingConfig(name="s", num_embeddings=4, embedding_dim=4, feature_names=["s"])
+            self.sequence = EmbeddingCollection(tables=[config])
+        if self.change == "none":
+            self.ebc = nn.Identity()
+        if self.change == "twice":
+            config = EmbeddingBagConfig(name="t0", num_embeddings=4, embedding_dim=4, feature_names=["f0"])
+            self.other = EmbeddingBagCollection(tables=[config])
+        if self.change == "batchnorm":
+            self.norm = nn.BatchNorm1d(2)
+
+
+class TwoDimensionalLoss(SmallModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)[:, None]
+
+
+class OnlyTables(SmallModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.ebc.parameters(), lr=0.1)
+
+
+def fit(module: LightningModule, placement: Placement | None, fused: Any, trainer: dict[str, Any]) -> None:
+    world_size = torch.distributed.get_world_size()
+    make_trainer(world_size, placement, fused, max_steps=1, **trainer).fit(
+        module, loader(8, 8, world_size)
+    )
+
+
+def refused(
+    ranks: Ranks,
+    message: str,
+    module: LightningModule | None = None,
+    placement: Placement | None = None,
+    fused: FusedOptimizer | None = None,
+    **trainer: Any,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ranks.run(fit, module or SmallModule(), placement, fused, trainer)
+
+
+def test_tables_must_be_float32(one_rank: Ranks) -> None:
+    refused(one_rank, "Expected float32 weights in table 't0' of 'ebc', found FP16", WithTables("fp16"))
+
+
+def test_widths_must_be_multiples_of_four(one_rank: Ranks) -> None:
+    refused(one_rank, "multiple of 4 in table 't0' of 'ebc', found 6", WithTables("width"))
+
+
+def test_weighted_bags_cannot_be_averaged(one_rank: Ranks) -> None:
+    refused(one_rank, "found MEAN on a weighted collection", WithTables("weighted mean"))
+
+
+def test_mean_row_wise_tables_cannot_stand_beside_others(two_ranks: Ranks) -> None:
+    placement = Placement(default="table_wise", tables={"t1": "row_wise"})
+    refused(two_ranks, "would divide those tables too", WithTables("mean"), placement)
+
+
+def test_mean_grid_tables_are_refused(two_ranks: Ranks) -> None:
+    refused(
+        two_ranks, "grid table 't1', found MEAN", WithTables("mean"), Placement(tables={"t1": "grid"})
+    )
+
+
+def test_sequence_tables_are_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "found an EmbeddingCollection at 'sequence'", WithTables("sequence"))
+
+
+def test_a_model_without_tables_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "Expected an EmbeddingBagCollection in the module, found none", WithTables("none"))
+
+
+def test_two_tables_cannot_share_a_name(one_rank: Ranks) -> None:
+    refused(one_rank, "found 't0' twice", WithTables("twice"))
+
+
+def test_placement_must_name_real_tables(one_rank: Ranks) -> None:
+    refused(one_rank, r"found \['typo'\]", placement=Placement(tables={"typo": "row_wise"}))
+
+
+def test_ranks_must_exist(one_rank: Ranks) -> None:
+    pinned = TablePlacement(kind="table_wise", ranks=[3])
+    refused(one_rank, "Expected ranks from 0 to 0", placement=Placement(tables={"t0": pinned}))
+
+
+def test_row_wise_tables_take_no_ranks(one_rank: Ranks) -> None:
+    pinned = TablePlacement(kind="row_wise", ranks=[0])
+    refused(one_rank, "ranks with table_wise or column_wise only", placement=Placement(tables={"t0": pinned}))
+
+
+def test_table_wise_takes_one_rank(two_ranks: Ranks) -> None:
+    pinned = TablePlacement(kind="table_wise", ranks=[0, 1])
+    refused(two_ranks, "Expected one rank for table_wise", placement=Placement(tables={"t0": pinned}))
+
+
+def test_column_pieces_must_fit_the_kernel(one_rank: Ranks) -> None:
+    cut = TablePlacement(kind="column_wise", shards=4)
+    refused(one_rank, r"found 4 pieces. Choose from", placement=Placement(tables={"t0": cut}))
+
+
+def test_fused_adam_needs_cuda(one_rank: Ranks) -> None:
+    refused(one_rank, "found adam, which FBGEMM has on CUDA only", fused=FusedOptimizer(kind="adam"))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_weight_decay_that_the_kernel_ignores_is_refused(one_rank: Ranks, kind: Any) -> None:
+    refused(one_rank, f"{kind} kernel ignores it", fused=FusedOptimizer(kind=kind, weight_decay=0.1))
+
+
+def test_weight_decay_on_cpu_is_refused(one_rank: Ranks) -> None:
+    fused = FusedOptimizer(kind="rowwise_adagrad", weight_decay=0.1)
+    refused(one_rank, "applies it only to tables that several features share", fused=fused)
+
+
+def test_accumulated_gradients_are_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "Expected accumulate_grad_batches=1, found 2", accumulate_grad_batches=2)
+
+
+def test_lightnings_gradient_clipping_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "Expected no gradient_clip_val, found 1.0", gradient_clip_val=1.0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_other_precisions_are_refused(one_rank: Ranks, precision: Any) -> None:
+    refused(one_rank, f"Expected precision='32-true', found '{precision}'", precision=precision)
+
+
+def test_synchronised_batchnorm_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "Expected sync_batchnorm=False", WithTables("batchnorm"), sync_batchnorm=True)
+
+
+def test_a_loss_of_two_dimensions_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, r"one loss per example \(1-D\), found shape \(8, 1\)", TwoDimensionalLoss())
+
+
+def test_an_optimizer_over_tables_alone_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "optimizer got an empty parameter list", OnlyTables())
+
+
+def test_private_training_is_refused_until_it_exists() -> None:
+    with pytest.raises(ValueError, match="trains without privacy only"):
+        DPSparseStrategy(privacy=object())  # type: ignore[arg-type]
+
+
+def fit_other_lightning() -> None:
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        pass
+
+    make_trainer(1).strategy.connect(Other())  # type: ignore[arg-type]
+
+
+def test_modules_of_the_other_package_are_named(one_rank: Ranks) -> None:
+    with pytest.raises(TypeError, match="import both from `lightning.pytorch`"):
+        one_rank.run(fit_other_lightning)

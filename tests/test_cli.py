@@ -1,0 +1,181 @@
+"""The command line: help, tools, recipes that parse, and one clear error each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_dpsparse import __version__
+from lightning_dpsparse.cli import main
+from lightning_dpsparse.doctor import diagnose, package_problems, report
+from lightning_dpsparse.recipe import parse
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+DEMO = ROOT / "recipes" / "dlrm_synthetic.yaml"
+
+SMALL = [
+    "--data.init_args.num_rows=[50,20,10]",
+    "--model.init_args.num_rows=[50,20,10]",
+    "--data.init_args.examples_per_day=512",
+    "--data.init_args.batch_size=64",
+    "--model.init_args.dense_arch=[8,16]",
+    "--trainer.enable_progress_bar=false",
+]
+
+
+def run(*args: str, launcher: tuple[str, ...] = (), cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    command = [sys.executable, "-m", *launcher, "lightning_dpsparse", *args]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120, check=False)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning_dpsparse {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--help"]])
+def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(args)
+    printed = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "prepare", "consolidate", "doctor"):
+        assert command in printed
+
+
+@pytest.mark.parametrize("tool", [["doctor"], ["consolidate"], ["prepare", "criteo"]])
+def test_tools_have_help(tool: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*tool, "--help"])
+    assert end.value.code == 0
+    assert "usage: lightning-dpsparse" in capsys.readouterr().out
+
+
+def test_the_console_script_is_installed() -> None:
+    script = Path(sys.executable).with_name("lightning-dpsparse")
+    found = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert found.stdout == f"lightning_dpsparse {__version__}\n"
+
+
+def test_doctor_finds_this_installation_healthy() -> None:
+    found = diagnose()
+    assert found["problems"] == []
+    assert "gloo" in found["backends"]
+    assert found["versions"]["torchrec"] == "1.8.0"
+    text = report(found)
+    assert "No problem found." in text
+    assert json.loads(json.dumps(found)) == found
+
+
+HEALTHY: dict[str, str | None] = {
+    "torch": "2.13.0+cpu",
+    "torchrec": "1.8.0",
+    "lightning": "2.6.6",
+    "fbgemm-gpu": "1.8.0+cpu",
+    "fbgemm-gpu-cpu": "1.8.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, None),
+        ({"fbgemm-gpu": "1.8.0"}, "Both fbgemm-gpu 1.8.0 (CUDA) and fbgemm-gpu-cpu 1.8.0"),
+        ({"torch": "2.12.1"}, "built for torch 2.13, found torch 2.12.1"),
+        ({"fbgemm-gpu": None, "fbgemm-gpu-cpu": None}, "No fbgemm is installed"),
+        ({"torchrec": None}, "torchrec is not installed"),
+    ],
+)
+def test_doctor_names_what_is_wrong(change: dict[str, str | None], message: str | None) -> None:
+    problems = package_problems(HEALTHY | change)
+    assert len(problems) == (0 if message is None else 1)
+    if message is not None:
+        assert message in problems[0]
+        assert "- " + problems[0] in report(diagnose() | {"problems": problems})
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_fits_the_real_signatures(recipe: Path) -> None:
+    settings: dict[str, Any] = yaml.safe_load(recipe.read_text())
+    flat = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1"]
+    cli = parse(["--config", str(recipe), *flat])
+    assert type(cli.trainer.strategy).__name__ == "DPSparseStrategy"
+    assert settings["model"]["class_path"].endswith(type(cli.model).__name__)
+    assert cli.datamodule.batch_size == settings["data"]["init_args"]["batch_size"]
+    assert cli.trainer.strategy.fused_optimizer.learning_rate > 0
+    cli.model.configure_optimizers  # noqa: B018 (exists)
+
+
+def test_all_recipes_of_the_readme_exist() -> None:
+    names = {path.name for path in RECIPES}
+    assert names >= {
+        "dlrm_synthetic.yaml", "dlrm_criteo_kaggle.yaml", "dlrm_dcn_criteo_1tb.yaml", "pctr_criteo_kaggle.yaml",
+    }  # fmt: skip
+
+
+def test_a_typo_in_a_recipe_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(DEMO.read_text().replace("embedding_dim:", "embeding_dim:"))
+    found = run("fit", "--config", str(bad))
+    assert found.returncode != 0
+    assert "embeding_dim" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_refusal_is_one_line(tmp_path: Path) -> None:
+    found = run("fit", "--config", str(DEMO), *SMALL, "--trainer.gradient_clip_val=1.0", cwd=tmp_path)
+    assert found.returncode == 1
+    assert "error: Expected no gradient_clip_val, found 1.0" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_ids_out_of_range_are_one_line(tmp_path: Path) -> None:
+    rows = "--model.init_args.num_rows=[50,20,9]"
+    found = run("fit", "--config", str(DEMO), *SMALL, rows, cwd=tmp_path)
+    assert "error: Expected ids within their tables" in found.stderr
+    assert "'cat_2' (0 to 8)" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    "launcher", [(), ("torch.distributed.run", "--nproc-per-node=2", "-m")], ids=["one process", "torchrun"]
+)
+def test_the_demo_recipe_runs_validates_tests_and_predicts(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    steps = ("--trainer.max_steps=4", "--trainer.val_check_interval=null")
+    fitted = run("fit", "--config", str(DEMO), *SMALL, *steps, launcher=launcher, cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert "Tables, rowwise_adagrad fused into backward" in fitted.stderr + fitted.stdout
+    checkpoint = next(tmp_path.glob("runs/**/*.ckpt"))
+    assert len(list(checkpoint.glob("*.distcp"))) == (2 if launcher else 1)
+    if launcher:
+        return  # what follows is the same code on one process
+    output = "--trainer.callbacks.output=" + str(tmp_path / "p.npy")
+    writer = ("--trainer.callbacks=lightning_dpsparse.PredictionWriter", output)
+    for stage, extra in (("validate", ()), ("test", ()), ("predict", writer)):
+        done = run(stage, "--config", str(DEMO), *SMALL, *extra, f"--ckpt_path={checkpoint}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.npy").is_file()
+
+
+def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:
+    """`--trainer.devices 2` without torchrun."""
+    args = ("fit", "--config", str(DEMO), *SMALL, "--trainer.accelerator=cpu", "--trainer.devices=2")
+    found = run(*args, "--trainer.max_steps=2", "--trainer.val_check_interval=null", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert len(list(next(tmp_path.glob("runs/**/*.ckpt")).glob("*.distcp"))) == 2
+
+
+def test_the_strategy_is_known_by_name() -> None:
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(strategy="dpsparse", accelerator="cpu", devices=1, logger=False)
+    assert type(trainer.strategy).__name__ == "DPSparseStrategy"
