@@ -41,7 +41,9 @@ class StepTimes:
 class Feed:
     """A sized loader that hands one mode its batches, a turn at a time, and times the steps."""
 
-    def __init__(self, batches: Sequence[Any], steps: int, warm_up: int, turns: Turns, me: int) -> None:
+    def __init__(
+        self, batches: Sequence[Any], steps: int, warm_up: int, turns: Turns, me: int
+    ) -> None:
         self._batches, self._steps, self._warm_up = batches, steps, warm_up
         self._turns, self._me = turns, me
         self.times = StepTimes([], [])
@@ -109,9 +111,7 @@ def interleave(
 ) -> dict[str, StepTimes]:
     """Step times of every mode, their steps taken in turn."""
     turns = Turns(len(modes))
-    feeds = {
-        name: Feed(batches, steps, warm_up, turns, me) for me, name in enumerate(modes)
-    }
+    feeds = {name: Feed(batches, steps, warm_up, turns, me) for me, name in enumerate(modes)}
 
     def run(mode: Mode, feed: Feed) -> None:
         torch.set_num_threads(1)  # OpenMP keeps this number per thread
@@ -160,7 +160,13 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:,.3f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def write_json_lines(rows: Sequence[dict[str, Any]], path: Path) -> None:

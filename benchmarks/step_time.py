@@ -71,7 +71,9 @@ class Workload:
                 ).float(),
                 sparse_features=KeyedJaggedTensor(
                     keys=[f"cat_{i}" for i in range(NUM_TABLES)],
-                    values=torch.randint(0, self.rows, (NUM_TABLES * self.batch,), generator=generator),
+                    values=torch.randint(
+                        0, self.rows, (NUM_TABLES * self.batch,), generator=generator
+                    ),
                     lengths=torch.ones(NUM_TABLES * self.batch, dtype=torch.int64),
                 ),
                 labels=torch.randint(0, 2, (self.batch,), generator=generator).float(),
@@ -156,7 +158,9 @@ def measure(modes: list[str], workload: Workload, steps: int) -> list[dict[str, 
             "dim": workload.dim,
             **times[name].medians(),
             "ratio": round(times[name].medians()["cpu_ms"] / first, 4),
-            "peak_rss_mb": peak_rss_alone("benchmarks.step_time", _memory_arguments(name, workload)),
+            "peak_rss_mb": peak_rss_alone(
+                "benchmarks.step_time", _memory_arguments(name, workload)
+            ),
         }
         for name in modes
     ]
@@ -192,7 +196,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=2048, help="examples per step")
     parser.add_argument("--dim", type=int, default=16, help="width of the tables")
     parser.add_argument("--steps", type=int, default=30, help="measured steps per mode")
-    parser.add_argument("--quick", action="store_true", help="small tables, few steps: under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="small tables, few steps: under a minute"
+    )
     parser.add_argument("--json", type=Path, help="write one JSON object per mode to this file")
     parser.add_argument("--plot", type=Path, help="write a bar plot to this PNG file")
     parser.add_argument("--memory-of", metavar="MODE", help=argparse.SUPPRESS)

@@ -1,12 +1,14 @@
 """Differentially private training of TorchRec recommenders with PyTorch Lightning.
 
 Importing the package registers `Trainer(strategy="dpsparse")`. The heavy parts are imported when
-first asked for, so that `lightning-dpsparse doctor` can speak even where they are broken.
+first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpsparse.version import __version__
@@ -41,11 +43,9 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def _register_strategy() -> None:
-    try:
-        from lightning.pytorch.strategies import StrategyRegistry
-    except ImportError:
-        return  # the first use of anything above says so; doctor says more
+def register_strategy() -> None:
+    """Make `Trainer(strategy="dpsparse")` known."""
+    from lightning.pytorch.strategies import StrategyRegistry
 
     def make(**kwargs: Any) -> Any:
         return __getattr__("DPSparseStrategy")(**kwargs)
@@ -53,4 +53,15 @@ def _register_strategy() -> None:
     StrategyRegistry.register("dpsparse", make, "TorchRec sharded tables", override=True)
 
 
-_register_strategy()
+def _is_command_line() -> bool:
+    """Whether Python is starting this package's own command.
+
+    It registers the strategy when it runs a recipe: `--help` need not wait for Lightning, and
+    `doctor` must speak where Lightning is broken.
+    """
+    program = Path(sys.argv[0] if sys.argv else "").name
+    return program in ("-m", "lightning-dpsparse")  # "-m" while Python looks for the main module
+
+
+if not _is_command_line():
+    register_strategy()

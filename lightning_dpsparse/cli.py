@@ -46,6 +46,7 @@ def _run_recipe(args: Sequence[str] | None) -> None:
     from lightning_dpsparse.recipe import RecipeCLI, quiet
 
     quiet()
+    ours = not torch.distributed.is_initialized()
     try:
         RecipeCLI(description=_DESCRIPTION, args=args)
     except (ValueError, TypeError, OSError) as error:
@@ -53,7 +54,7 @@ def _run_recipe(args: Sequence[str] | None) -> None:
             raise
         sys.exit(f"error: {error}")
     finally:
-        if torch.distributed.is_initialized():
+        if ours and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
@@ -76,7 +77,9 @@ def _prepare(argv: list[str]) -> None:
         description="Tokens are hashed by a fixed public function into --num-rows rows per feature "
         "(row 0 stands for a missing token). A vocabulary counted from the data would leak it.",
     )
-    criteo.add_argument("files", nargs="+", type=Path, help="text files, may end in .gz .zst .bz2 .lz4")
+    criteo.add_argument(
+        "files", nargs="+", type=Path, help="text files, may end in .gz .zst .bz2 .lz4"
+    )
     criteo.add_argument("--output", type=Path, required=True, help="directory to write to")
     criteo.add_argument(
         "--num-rows", default="table3", metavar="N[,N...]",
@@ -106,8 +109,8 @@ def _parse_num_rows(text: str) -> list[int]:
 def _consolidate(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-dpsparse consolidate",
-        description="Turn a sharded checkpoint directory into one file in Lightning's layout, whose "
-        "state_dict loads into the same model with ordinary, unsharded tables.",
+        description="Turn a sharded checkpoint directory into one file in Lightning's layout, "
+        "whose state_dict loads into the same model with ordinary, unsharded tables.",
     )
     parser.add_argument("checkpoint", type=Path, help="directory that training saved")
     parser.add_argument("output", type=Path, help="file to write")

@@ -56,11 +56,14 @@ def diagnose() -> dict[str, Any]:
                 f"An FBGEMM lookup and update fail: {failure}. Reinstall fbgemm (README, Install)."
             )
         if found["cuda_devices"] and "nccl" not in found["backends"]:
-            problems.append("CUDA devices without NCCL: several GPUs cannot talk. Install a CUDA torch.")
-    if _version("lightning") is not None:
-        _, failure = _run("import lightning.pytorch, torchrec")
-        if failure is not None:
-            problems.append(f"lightning or torchrec does not import: {failure}.")
+            problems.append(
+                "CUDA devices without NCCL: several GPUs cannot talk. Install a CUDA torch."
+            )
+    _, failure = _run("import lightning_dpsparse.plugin.strategy")
+    if failure is not None and not problems:
+        problems.append(
+            f"The strategy does not import: {failure}. Reinstall lightning and torchrec."
+        )
     return {
         "lightning_dpsparse": __version__,
         "python": platform.python_version(),
@@ -76,10 +79,12 @@ def diagnose() -> dict[str, Any]:
 def package_problems(versions: dict[str, str | None]) -> list[str]:
     """What the installed distributions alone give away.
 
-    >>> package_problems({"torch": "2.13.0", "torchrec": "1.8.0", "lightning": "2.6.6",
-    ...                   "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"})
-    ['Both fbgemm-gpu 1.8.0 (CUDA) and fbgemm-gpu-cpu 1.8.0 are installed: they share one folder, so \
-neither is whole. Remove both, then install one of them (README, Install).']
+    Releases go in step: fbgemm 1.X is built for torch 2.(X+5).
+
+    >>> fbgemm = {"fbgemm-gpu": "1.6.0", "fbgemm-gpu-cpu": None}
+    >>> others = {"torch": "2.13.0", "torchrec": "1.8.0", "lightning": "2.6.6"}
+    >>> package_problems(others | fbgemm)  # doctest: +ELLIPSIS
+    ['fbgemm 1.6.0 is built for torch 2.11, found torch 2.13.0: ...']
     """
     problems = [
         f"{name} is not installed. Run: pip install -e . (CUDA) or make setup (CPU)."
@@ -95,9 +100,7 @@ neither is whole. Remove both, then install one of them (README, Install).']
         )
     fbgemm = cpu if is_shim or cuda is None else cuda
     if fbgemm is None:
-        problems.append(
-            "No fbgemm is installed. On CPU: make setup. On CUDA: pip install -e ."
-        )
+        problems.append("No fbgemm is installed. On CPU: make setup. On CUDA: pip install -e .")
     elif versions.get("torch") is not None:
         torch_minor = _minor(str(versions["torch"]))
         if torch_minor != _minor(fbgemm) + 5:
@@ -138,7 +141,9 @@ def _version(distribution: str) -> str | None:
 
 def _run(code: str) -> tuple[str, str | None]:
     """Output of a child interpreter, and the last line of its complaint if it failed."""
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     if child.returncode == 0:
         return child.stdout.strip().splitlines()[-1] if child.stdout.strip() else "", None
     complaint = child.stderr.strip().splitlines()

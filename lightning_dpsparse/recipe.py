@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -13,11 +12,14 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
+from lightning_dpsparse import register_strategy
+
 
 class RecipeCLI(LightningCLI):
     """Any LightningModule, any LightningDataModule, by class path."""
 
     def __init__(self, description: str = "", **kwargs: Any) -> None:
+        register_strategy()
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -52,8 +54,3 @@ def quiet() -> None:
 
 def _no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip:" not in record.getMessage()
-
-
-def parse(args: Sequence[str]) -> RecipeCLI:
-    """A recipe checked against the real signatures, without running it."""
-    return RecipeCLI(args=list(args), run=False)

@@ -23,7 +23,12 @@ from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement
 from lightning_dpsparse.sharded.shards import local_kernels
 
 # name, rows, width, features
-TABLES = [("t0", 40, 8, ["f0", "f1"]), ("t1", 30, 16, ["f2"]), ("t2", 21, 8, ["f3"]), ("t3", 40, 8, ["f0"])]
+TABLES = [
+    ("t0", 40, 8, ["f0", "f1"]),
+    ("t1", 30, 16, ["f2"]),
+    ("t2", 21, 8, ["f3"]),
+    ("t3", 40, 8, ["f0"]),
+]
 FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
 NUM_COUNTS = 3
 
@@ -50,10 +55,11 @@ class Bags(Dataset[Any]):
         self.examples = []
         for _ in range(size):
             bags = {
-                name: (torch.rand(int(torch.randint(0, 5, (1,), generator=generator)), generator=generator)
-                       ** 2 * rows).long()
-                for name, rows in FEATURES.items()
-            }  # fmt: skip
+                name: (torch.rand(length, generator=generator) ** 2 * rows).long()
+                for (name, rows), length in zip(
+                    FEATURES.items(), torch.randint(0, 5, (4,), generator=generator).tolist()
+                )
+            }
             counts = torch.rand(NUM_COUNTS, generator=generator)
             label = torch.randint(0, 2, (1,), generator=generator).float()
             self.examples.append((counts, bags, label))
@@ -94,7 +100,12 @@ class Head(nn.Module):
 
 class SmallModule(LightningModule):
     def __init__(
-        self, *, mean: bool = False, schedule: bool = False, scalar_loss: bool = False, lr: float = 0.1
+        self,
+        *,
+        mean: bool = False,
+        schedule: bool = False,
+        scalar_loss: bool = False,
+        lr: float = 0.1,
     ) -> None:
         super().__init__()
         self.mean, self.schedule, self.scalar_loss, self.lr = mean, schedule, scalar_loss, lr
@@ -159,7 +170,9 @@ def make_trainer(
 
 def loader(size: int, global_batch: int, world_size: int, **kwargs: Any) -> DataLoader[Any]:
     """A plain loader: Lightning splits its examples over the ranks."""
-    return DataLoader(Bags(size), batch_size=global_batch // world_size, collate_fn=collate, **kwargs)
+    return DataLoader(
+        Bags(size), batch_size=global_batch // world_size, collate_fn=collate, **kwargs
+    )
 
 
 def snapshot(module: LightningModule) -> dict[str, Any]:
@@ -210,7 +223,9 @@ def assemble(snapshots: list[dict[str, Any]]) -> dict[str, Tensor]:
                 state = whole.setdefault(f"{key}:{name}", torch.full(shape, float("nan")))
                 state[rows, columns] = value
             elif value.numel() == weight.shape[0]:  # row-wise: one number per row and column piece
-                state = whole.setdefault(f"{key}:{name}:{column}", torch.full(shape[:1], float("nan")))
+                state = whole.setdefault(
+                    f"{key}:{name}:{column}", torch.full(shape[:1], float("nan"))
+                )
                 state[rows] = value
     assert not any(value.isnan().any() for value in whole.values())
     return whole
@@ -242,7 +257,7 @@ def run_training(
 
 
 class Reference(nn.Module):
-    """The same model in plain PyTorch: one `nn.EmbeddingBag` per table, autograd, dense gradients."""
+    """The same model in plain PyTorch: one `nn.EmbeddingBag` per table, and autograd."""
 
     def __init__(self, start: dict[str, Tensor], *, mean: bool) -> None:
         super().__init__()

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from lightning_dpsparse import __version__
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.doctor import diagnose, package_problems, report
-from lightning_dpsparse.recipe import parse
+from lightning_dpsparse.recipe import RecipeCLI
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -31,11 +33,15 @@ SMALL = [
 ]
 
 
-def run(*args: str, launcher: tuple[str, ...] = (), cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *args: str, launcher: tuple[str, ...] = (), cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", *launcher, "lightning_dpsparse", *args]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120, check=False
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +71,13 @@ def test_the_console_script_is_installed() -> None:
     assert found.stdout == f"lightning_dpsparse {__version__}\n"
 
 
-def test_doctor_finds_this_installation_healthy() -> None:
-    found = diagnose()
+@pytest.fixture(scope="module")
+def diagnosis() -> dict[str, Any]:
+    return diagnose()
+
+
+def test_doctor_finds_this_installation_healthy(diagnosis: dict[str, Any]) -> None:
+    found = diagnosis
     assert found["problems"] == []
     assert "gloo" in found["backends"]
     assert found["versions"]["torchrec"] == "1.8.0"
@@ -95,31 +106,36 @@ HEALTHY: dict[str, str | None] = {
         ({"torchrec": None}, "torchrec is not installed"),
     ],
 )
-def test_doctor_names_what_is_wrong(change: dict[str, str | None], message: str | None) -> None:
+def test_doctor_names_what_is_wrong(
+    change: dict[str, str | None], message: str | None, diagnosis: dict[str, Any]
+) -> None:
     problems = package_problems(HEALTHY | change)
     assert len(problems) == (0 if message is None else 1)
     if message is not None:
         assert message in problems[0]
-        assert "- " + problems[0] in report(diagnose() | {"problems": problems})
+        assert "- " + problems[0] in report(diagnosis | {"problems": problems})
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_fits_the_real_signatures(recipe: Path) -> None:
     settings: dict[str, Any] = yaml.safe_load(recipe.read_text())
     flat = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1"]
-    cli = parse(["--config", str(recipe), *flat])
+    cli = RecipeCLI(args=["--config", str(recipe), *flat], run=False)
     assert type(cli.trainer.strategy).__name__ == "DPSparseStrategy"
     assert settings["model"]["class_path"].endswith(type(cli.model).__name__)
     assert cli.datamodule.batch_size == settings["data"]["init_args"]["batch_size"]
     assert cli.trainer.strategy.fused_optimizer.learning_rate > 0
-    cli.model.configure_optimizers  # noqa: B018 (exists)
 
 
 def test_all_recipes_of_the_readme_exist() -> None:
     names = {path.name for path in RECIPES}
     assert names >= {
-        "dlrm_synthetic.yaml", "dlrm_criteo_kaggle.yaml", "dlrm_dcn_criteo_1tb.yaml", "pctr_criteo_kaggle.yaml",
-    }  # fmt: skip
+        "dlrm_synthetic.yaml",
+        "dlrm_criteo_kaggle.yaml",
+        "dlrm_dcn_criteo_1tb.yaml",
+        "pctr_criteo_kaggle.yaml",
+    }
 
 
 def test_a_typo_in_a_recipe_is_named(tmp_path: Path) -> None:
@@ -132,7 +148,9 @@ def test_a_typo_in_a_recipe_is_named(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    found = run("fit", "--config", str(DEMO), *SMALL, "--trainer.gradient_clip_val=1.0", cwd=tmp_path)
+    found = run(
+        "fit", "--config", str(DEMO), *SMALL, "--trainer.gradient_clip_val=1.0", cwd=tmp_path
+    )
     assert found.returncode == 1
     assert "error: Expected no gradient_clip_val, found 1.0" in found.stderr
     assert "Traceback" not in found.stderr
@@ -146,29 +164,41 @@ def test_ids_out_of_range_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize(
-    "launcher", [(), ("torch.distributed.run", "--nproc-per-node=2", "-m")], ids=["one process", "torchrun"]
-)
-def test_the_demo_recipe_runs_validates_tests_and_predicts(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_the_demo_recipe_runs_under_torchrun(tmp_path: Path) -> None:
+    """`devices: auto` takes the processes that torchrun started."""
+    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "-m")
     steps = ("--trainer.max_steps=4", "--trainer.val_check_interval=null")
-    fitted = run("fit", "--config", str(DEMO), *SMALL, *steps, launcher=launcher, cwd=tmp_path)
+    fitted = run("fit", "--config", str(DEMO), *SMALL, *steps, launcher=torchrun, cwd=tmp_path)
     assert fitted.returncode == 0, fitted.stderr
     assert "Tables, rowwise_adagrad fused into backward" in fitted.stderr + fitted.stdout
     checkpoint = next(tmp_path.glob("runs/**/*.ckpt"))
-    assert len(list(checkpoint.glob("*.distcp"))) == (2 if launcher else 1)
-    if launcher:
-        return  # what follows is the same code on one process
-    output = "--trainer.callbacks.output=" + str(tmp_path / "p.npy")
-    writer = ("--trainer.callbacks=lightning_dpsparse.PredictionWriter", output)
-    for stage, extra in (("validate", ()), ("test", ()), ("predict", writer)):
-        done = run(stage, "--config", str(DEMO), *SMALL, *extra, f"--ckpt_path={checkpoint}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "p.npy").is_file()
+    assert len(list(checkpoint.glob("*.distcp"))) == 2
+
+
+def test_a_recipe_fits_validates_tests_and_predicts(one_rank: Ranks, tmp_path: Path) -> None:
+    common = ["--config", str(DEMO), *SMALL, f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    one_rank.run(main, ["fit", *common])
+    checkpoint = next(tmp_path.glob("**/*.ckpt"))
+    common.append(f"--ckpt_path={checkpoint}")
+    one_rank.run(main, ["validate", *common])
+    one_rank.run(main, ["test", *common])
+    writer = "--trainer.callbacks=lightning_dpsparse.PredictionWriter"
+    output = f"--trainer.callbacks.output={tmp_path / 'p.npy'}"
+    one_rank.run(main, ["predict", *common, writer, output])
+    assert np.load(tmp_path / "p.npy").shape == (512,)
+    assert "val_auroc" in next(tmp_path.glob("**/metrics.csv")).read_text()
 
 
 def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:
     """`--trainer.devices 2` without torchrun."""
-    args = ("fit", "--config", str(DEMO), *SMALL, "--trainer.accelerator=cpu", "--trainer.devices=2")
+    args = (
+        "fit",
+        "--config",
+        str(DEMO),
+        *SMALL,
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+    )
     found = run(*args, "--trainer.max_steps=2", "--trainer.val_check_interval=null", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert len(list(next(tmp_path.glob("runs/**/*.ckpt")).glob("*.distcp"))) == 2

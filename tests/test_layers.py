@@ -11,7 +11,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 
 # A layer may import those to its left, and itself.
-ORDER = ["version", "sharded", "plugin", "data", "models", "recipe", "doctor", "cli", "__main__", "__init__"]
+ORDER = [
+    "version",
+    "sharded",
+    "plugin",
+    "data",
+    "models",
+    "recipe",
+    "doctor",
+    "cli",
+    "__main__",
+    "__init__",
+]
 
 # Who may import what from outside.
 ALLOWED = {

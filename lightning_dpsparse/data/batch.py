@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -107,8 +107,8 @@ class ClickData(LightningDataModule):
         world_size = self.trainer.world_size if self.trainer is not None else 1
         if self.batch_size % world_size:
             raise ValueError(
-                f"Expected batch_size to be a multiple of the {world_size} ranks that share it, found "
-                f"{self.batch_size}."
+                f"Expected batch_size to be a multiple of the {world_size} ranks that share it, "
+                f"found {self.batch_size}."
             )
         if train and len(dataset) < self.batch_size:
             raise ValueError(
@@ -120,7 +120,7 @@ class ClickData(LightningDataModule):
             batch_size=self.batch_size // world_size,
             shuffle=train,
             drop_last=train,
-            collate_fn=collate,
+            collate_fn=cast(Callable[[list[Clicks]], Batch], collate),  # of __getitems__
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),

@@ -93,13 +93,14 @@ def _common_num_rows(parts: Sequence[Part]) -> list[int]:
     for part in parts:
         if not 0.0 <= part.start < part.stop <= 1.0:
             raise ValueError(
-                f"Expected 0 <= start < stop <= 1 for {part.path!r}, found {part.start} and {part.stop}."
+                f"Expected 0 <= start < stop <= 1 for {part.path!r}, found {part.start} and "
+                f"{part.stop}."
             )
         meta = Path(part.path) / META_FILE
         if not meta.is_file():
             raise FileNotFoundError(
-                f"Expected a prepared Criteo directory at {part.path!r}, found no {META_FILE} in it. "
-                "Make it with: lightning-dpsparse prepare criteo FILE --output DIR"
+                f"Expected a prepared Criteo directory at {part.path!r}, found no {META_FILE} in "
+                "it. Make it with: lightning-dpsparse prepare criteo FILE --output DIR"
             )
         found[tuple(json.loads(meta.read_text())["num_rows"])] = part.path
     if len(found) > 1:

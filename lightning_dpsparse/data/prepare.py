@@ -1,8 +1,8 @@
 """Criteo's tab-separated logs to arrays, once: `lightning-dpsparse prepare criteo`.
 
 A line is a label, 13 integers and 26 categorical tokens of up to eight hexadecimal digits; anything
-may be empty but the label. Tokens are hashed into a given number of rows by a fixed, public function:
-a vocabulary counted from the data would leak it.
+may be empty but the label. Tokens are hashed into a given number of rows by a fixed, public
+function: a vocabulary counted from the data would leak it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Prepared:
 
     def summary(self) -> str:
         left_out = ", ".join(f"{n:,} {reason}" for reason, n in self.malformed.items() if n)
+        rate = self.clicks / self.examples
         return (
-            f"{self.source}: {self.examples:,} examples, click rate {self.clicks / self.examples:.4f}; "
+            f"{self.source}: {self.examples:,} examples, click rate {rate:.4f}; "
             f"lines left out: {left_out or 'none'}"
         )
 
@@ -61,15 +62,17 @@ def prepare_criteo(
     """Write `output`/examples.npy (one row of 40 integers per example) and `output`/meta.json."""
     if len(num_rows) != NUM_CATEGORICAL or min(num_rows) < 2:
         raise ValueError(
-            f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a missing "
-            f"value), found {list(num_rows)}."
+            f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a "
+            f"missing value), found {list(num_rows)}."
         )
     if not source.is_file():
         raise FileNotFoundError(f"Expected a Criteo file at {str(source)!r}, found none.")
     if source.stat().st_size == 0:
         raise ValueError(f"Expected a Criteo file, found {str(source)!r} empty.")
     output.mkdir(parents=True, exist_ok=True)
-    partial = output / f"{EXAMPLES_FILE}.partial"  # an interrupted run leaves no half-written result
+    partial = (
+        output / f"{EXAMPLES_FILE}.partial"
+    )  # an interrupted run leaves no half-written result
     malformed = {"with a wrong number of columns": 0, "with a bad label": 0}
     malformed |= {"with a bad integer": 0, "with a bad token": 0}
     examples = clicks = 0
@@ -115,7 +118,11 @@ def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator
     with (
         source.open("rb") as raw,
         tqdm(
-            total=source.stat().st_size, unit="B", unit_scale=True, desc=source.name, disable=not progress
+            total=source.stat().st_size,
+            unit="B",
+            unit_scale=True,
+            desc=source.name,
+            disable=not progress,
         ) as bar,
     ):
         stream = pa.PythonFile(raw, mode="r")
@@ -124,7 +131,11 @@ def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator
         try:
             reader = pyarrow.csv.open_csv(
                 stream,
-                read_options=pyarrow.csv.ReadOptions(column_names=names, block_size=_BLOCK_BYTES),
+                read_options=pyarrow.csv.ReadOptions(
+                    column_names=names,
+                    block_size=_BLOCK_BYTES,
+                    encoding="latin1",  # any byte may stand in a malformed line
+                ),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter="\t", quote_char=False, invalid_row_handler=wrong_width
                 ),
@@ -139,9 +150,9 @@ def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator
                 yield batch.columns
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(
-                f"Expected {COLUMNS} tab-separated columns in {str(source)!r}, found something else "
-                f"({str(error).splitlines()[0]}). Is it a Criteo file, and does its ending name its "
-                "compression?"
+                f"Expected {COLUMNS} tab-separated columns in {str(source)!r}, found something "
+                f"else ({str(error).splitlines()[0]}). Is it a Criteo file, and does its ending "
+                "name its compression?"
             ) from error
     if widths == {COLUMNS - 1}:
         malformed["without a label column"] = malformed.pop("with a wrong number of columns")
@@ -170,7 +181,9 @@ def _parse(
     for feature in range(NUM_CATEGORICAL):
         tokens, present, good = _parse_tokens(columns[1 + NUM_COUNTS + feature])
         good_tokens &= good
-        rows[:, 1 + NUM_COUNTS + feature] = _hash_tokens(tokens, present, feature, num_rows[feature])
+        rows[:, 1 + NUM_COUNTS + feature] = _hash_tokens(
+            tokens, present, feature, num_rows[feature]
+        )
     malformed["with a bad label"] += int((~good_label).sum())
     malformed["with a bad integer"] += int((good_label & ~good_counts).sum())
     malformed["with a bad token"] += int((good_label & good_counts & ~good_tokens).sum())
@@ -202,7 +215,9 @@ def _parse_tokens(
     good = length <= 8
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset :][: len(column) + 1]
     data = column.buffers()[2]
-    digits = _HEX_DIGIT[np.frombuffer(data, np.uint8)] if data is not None else np.zeros(1, np.uint8)
+    digits = (
+        _HEX_DIGIT[np.frombuffer(data, np.uint8)] if data is not None else np.zeros(1, np.uint8)
+    )
     value = np.zeros(len(column), dtype=np.uint64)
     for place in range(8):
         here = place < length

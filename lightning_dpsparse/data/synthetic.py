@@ -1,12 +1,14 @@
 """Synthetic clicks in Criteo's shape: any number, made on the fly, the same for the same seed.
 
 An example is a pure function of (seed, index). Ids follow a power law, popular ids change from day
-to day, and a teacher model draws the label, so that an AUC means something and its ceiling is known.
+to day, and a teacher model draws the label, so that an AUC means something and its ceiling is
+known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +78,7 @@ class SyntheticClicks(ClickDataset):
     def __getitems__(self, indices: Sequence[int]) -> Clicks:
         index_B = np.asarray(indices, dtype=np.uint64) + np.uint64(self.start)
         ids_BFM, present_BFM, counts_BC = self._features(index_B)
-        clicked_B = unit(self._words(index_B, _LABEL)) < self._probability(
+        clicked_B = self._uniform(index_B, _LABEL, 1)[:, 0] < self._probability(
             ids_BFM, present_BFM, counts_BC
         )
         present_FBM = present_BFM.transpose(1, 0, 2)
@@ -97,27 +99,21 @@ class SyntheticClicks(ClickDataset):
         misses_below = np.cumsum(1 - p) - (1 - p)
         return float((p * misses_below).sum() / (p.sum() * (1 - p).sum()))
 
-    def _words(self, index_B: U64, *purpose: int) -> U64:
-        return mix(index_B ^ salt(self.seed, *purpose))
+    def _uniform(self, index_B: U64, purpose: int, lanes: int) -> NDArray[np.float64]:
+        """Numbers in [0, 1), (B, lanes): a fresh one for every seed, purpose, index and lane."""
+        word_B = mix(index_B ^ salt(self.seed, purpose))
+        return unit(mix(word_B[:, None] + mix(np.arange(lanes, dtype=np.uint64))))
 
-    def _features(
-        self, index_B: U64
-    ) -> tuple[U64, NDArray[np.bool_], NDArray[np.float64]]:
+    def _features(self, index_B: U64) -> tuple[U64, NDArray[np.bool_], NDArray[np.float64]]:
         num_features, most = len(self.num_rows), self.max_ids_per_bag
-        lanes = np.arange(num_features * most, dtype=np.uint64)
-        word_B = self._words(index_B, _ID)
-        unit_BFM = unit(mix(word_B[:, None] + mix(lanes))).reshape(-1, num_features, most)
+        unit_BFM = self._uniform(index_B, _ID, num_features * most).reshape(-1, num_features, most)
         ids_BFM = self._ids_from_ranks(self._ranks(unit_BFM), index_B)
         if most == 1:
             present_BFM = np.ones(ids_BFM.shape, dtype=bool)
         else:
-            word_B = self._words(index_B, _LENGTH)
-            unit_BF = unit(mix(word_B[:, None] + mix(lanes[:num_features])))
-            length_BF = (unit_BF * (most + 1)).astype(np.int64)
+            length_BF = np.floor(self._uniform(index_B, _LENGTH, num_features) * (most + 1))
             present_BFM = np.arange(most) < length_BF[:, :, None]
-        word_B = self._words(index_B, _COUNT)
-        unit_BC = unit(mix(word_B[:, None] + mix(lanes[:1] + np.arange(NUM_COUNTS, dtype=np.uint64))))
-        counts_BC = np.floor(np.exp(5.0 * unit_BC) - 1.0)
+        counts_BC = np.floor(np.exp(5.0 * self._uniform(index_B, _COUNT, NUM_COUNTS)) - 1.0)
         return ids_BFM, present_BFM, counts_BC
 
     def _ranks(self, unit_BFM: NDArray[np.float64]) -> U64:
@@ -128,7 +124,9 @@ class SyntheticClicks(ClickDataset):
         else:
             power = 1.0 - self.zipf
             value = ((end_F1**power - 1.0) * unit_BFM + 1.0) ** (1.0 / power)
-        return np.minimum(value.astype(np.uint64) - np.uint64(1), self._rows_F[:, None] - np.uint64(1))
+        return np.minimum(
+            value.astype(np.uint64) - np.uint64(1), self._rows_F[:, None] - np.uint64(1)
+        )
 
     def _ids_from_ranks(self, rank_BFM: U64, index_B: U64) -> U64:
         """Scatter popular ids over the table; each day another id takes over some of the ranks."""
@@ -151,7 +149,10 @@ class SyntheticClicks(ClickDataset):
         num_features = len(self.num_rows)
         pick = mix(np.arange(2 * _NUM_PAIRS, dtype=np.uint64) ^ salt(self.seed, _WHICH))
         left, right = (pick % np.uint64(num_features)).reshape(2, -1).astype(np.int64)
-        weight_C = 2 * unit(mix(np.arange(NUM_COUNTS, dtype=np.uint64) ^ salt(self.seed, _COUNT_WEIGHT))) - 1
+        weight_C = (
+            2 * unit(mix(np.arange(NUM_COUNTS, dtype=np.uint64) ^ salt(self.seed, _COUNT_WEIGHT)))
+            - 1
+        )
         # log1p of a count is nearly uniform on 0 to 5: mean 2.5, standard deviation 5 / sqrt(12).
         standard_BC = (np.log1p(counts_BC) - 2.5) / (5 / np.sqrt(12))
         logit_B = (
@@ -166,7 +167,9 @@ class SyntheticClicks(ClickDataset):
         self, ids_BFM: U64, present_BFM: NDArray[np.bool_], purpose: int
     ) -> NDArray[np.float64]:
         """A fixed number of mean 0 and variance 1 for every id, averaged over the bag."""
-        salts_F1 = np.array([salt(self.seed, purpose, f) for f in range(len(self.num_rows))])[:, None]
+        salts_F1 = np.array([salt(self.seed, purpose, f) for f in range(len(self.num_rows))])[
+            :, None
+        ]
         effect_BFM = (unit(mix(ids_BFM ^ salts_F1)) - 0.5) * np.sqrt(12)
         length_BF = np.maximum(present_BFM.sum(2), 1)
         mean_BF: NDArray[np.float64] = (effect_BFM * present_BFM).sum(2) / length_BF
@@ -231,9 +234,10 @@ class SyntheticData(ClickData):
                 signal=signal,
                 click_rate=click_rate,
             )
-            for start, stop in zip(ends, ends[1:])
+            for start, stop in pairwise(ends)
         )
 
     def bayes_auc(self) -> float:
         """The best validation AUC that any model can reach."""
-        return self.val_set.bayes_auc()  # type: ignore[attr-defined,no-any-return]
+        assert isinstance(self.val_set, SyntheticClicks)
+        return self.val_set.bayes_auc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
@@ -62,7 +64,7 @@ class PCTRModule(ClickModule):
         self.tables = one_table_per_feature(self.num_rows, stored)
         sizes = [sum(self.widths) + self.num_counts, *self.hidden]
         layers: list[nn.Module] = []
-        for inputs, outputs in zip(sizes, sizes[1:]):
+        for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         self.mlp = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 

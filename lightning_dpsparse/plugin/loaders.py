@@ -1,4 +1,4 @@
-"""Loaders under sharding: ranks that disagree on the number of batches wait for each other forever."""
+"""Loaders under sharding, where ranks that disagree on the number of batches wait forever."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, wor
     Lightning's own samplers repeat examples (validation, test) or give ranks batches of their own
     (predict: a hang). Loaders with a sampler of the user's are only checked.
     """
-    if isinstance(loader, DataLoader) and _injected_by_lightning(loader.sampler) and loader.batch_size:
+    if (
+        isinstance(loader, DataLoader)
+        and _injected_by_lightning(loader.sampler)
+        and loader.batch_size
+    ):
         examples = len(cast(Sized, loader.dataset))
         if examples < world:
             raise ValueError(
@@ -74,12 +78,13 @@ def _uneven_message(stage: str, found: str) -> str:
 
 def _injected_by_lightning(sampler: object) -> bool:
     if isinstance(sampler, UnrepeatedDistributedSamplerWrapper):
-        return isinstance(sampler.dataset._sampler, data.SequentialSampler)
+        inner = cast(Any, sampler.dataset)._sampler
+        return isinstance(inner, data.SequentialSampler)
     return type(sampler) is DistributedSampler and not sampler.shuffle
 
 
 class EvaluationBatches:
-    """Batch sampler: all examples in order, dealt evenly over batches and ranks, none of them empty.
+    """Batch sampler: all examples in order, dealt evenly over batches and ranks, none empty.
 
     >>> [list(EvaluationBatches(5, batch_size=2, rank=r, world=2, drop_last=False)) for r in (0, 1)]
     [[[0, 1], [3]], [[2], [4]]]
@@ -136,7 +141,7 @@ class _FromBatch:
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = self._position()
         if hasattr(self.sampler, "set_epoch"):
-            # Lightning has set it too, but counts an epoch twice when it resumes at the epoch's end.
+            # Lightning has set it too, but counts an epoch twice when it resumes at its end.
             self.sampler.set_epoch(epoch)
         return islice(iter(self._batch_sampler), first, None)
 
@@ -144,7 +149,7 @@ class _FromBatch:
 class ResumableLoader(DataLoader[Any]):
     """A `DataLoader` that goes on where the trainer's progress says, after a checkpoint too.
 
-    That is asked for when the first batch is: Lightning calls `iter` before it has its progress back.
+    That is asked for when the first batch is: Lightning calls `iter` before it has restored it.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -187,5 +192,7 @@ class InStep:
                 yield batch
                 continue
             if any(has_more) and self._uneven == "raise":
-                raise ValueError(_uneven_message(self._stage, "some ranks at their end and others not"))
+                raise ValueError(
+                    _uneven_message(self._stage, "some ranks at their end and others not")
+                )
             return

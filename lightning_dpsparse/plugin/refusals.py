@@ -25,21 +25,23 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the fused "
-            "optimizer updates the tables in every backward pass. Use a larger batch_size."
+            f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the "
+            "fused optimizer updates the tables in every backward pass. Use a larger batch_size."
         )
     if trainer.gradient_clip_val:
         raise ValueError(
-            f"Expected no gradient_clip_val, found {trainer.gradient_clip_val}: the tables' gradients "
-            "never exist outside the fused optimizer, so only dense layers would be clipped. Leave "
-            "it out."
+            f"Expected no gradient_clip_val, found {trainer.gradient_clip_val}: the tables' "
+            "gradients never exist outside the fused optimizer, so only dense layers would be "
+            "clipped. Leave it out."
         )
 
 
 def check_layers(module: LightningModule, *, sync_batchnorm: bool) -> None:
     """Settings that only make sense on a replicated model."""
-    if sync_batchnorm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+    if sync_batchnorm and any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()
+    ):
         raise ValueError(
-            "Expected sync_batchnorm=False, found True: this strategy does not wrap the module. Use "
-            "LayerNorm, which needs no synchronisation."
+            "Expected sync_batchnorm=False, found True: this strategy does not wrap the module. "
+            "Use LayerNorm, which needs no synchronisation."
         )

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
@@ -62,8 +61,8 @@ class DPSparseStrategy(DDPStrategy):
         )
         if privacy is not None:
             raise ValueError(
-                f"Expected privacy=None, found {type(privacy).__name__}: this version trains without "
-                "privacy only."
+                f"Expected privacy=None, found {type(privacy).__name__}: this version trains "
+                "without privacy only."
             )
         self.placement = placement or Placement()
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
@@ -80,7 +79,7 @@ class DPSparseStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # TorchRec reads the number of ranks per host from here; Lightning's launcher does not set it.
+        # TorchRec reads the ranks per host from here, and Lightning's launcher does not set it.
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
         super().setup_environment()
         build.divide_gradients_by_world_size(False)
@@ -141,7 +140,9 @@ class DPSparseStrategy(DDPStrategy):
         if trainer.training:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             return loaders.training_loader(
-                dataloader, self.uneven_loaders, lambda: (trainer.current_epoch, progress.current.ready)
+                dataloader,
+                self.uneven_loaders,
+                lambda: (trainer.current_epoch, progress.current.ready),
             )
         stage = str(trainer.state.stage.value) if trainer.state.stage else "evaluation"
         return loaders.evaluation_loader(

@@ -79,7 +79,9 @@ def consolidate(path: Path) -> dict[str, Any]:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    checkpoint: dict[str, Any] = torch.load(path / META_FILE, map_location="cpu", weights_only=False)
+    checkpoint: dict[str, Any] = torch.load(
+        path / META_FILE, map_location="cpu", weights_only=False
+    )
     checkpoint["state_dict"] = state["model"]
     checkpoint["fused_optimizer"] = state.get("fused_optimizer", {})
     return checkpoint
@@ -89,8 +91,8 @@ def _check_directory(path: Path) -> None:
     if not (path / META_FILE).is_file():
         found = "a file" if path.is_file() else "no such directory" if not path.exists() else "none"
         raise ValueError(
-            f"Expected a checkpoint directory that holds {META_FILE}, found {found} at {str(path)!r}. "
-            "Pass the directory that this strategy saved."
+            f"Expected a checkpoint directory that holds {META_FILE}, found {found} at "
+            f"{str(path)!r}. Pass the directory that this strategy saved."
         )
 
 
@@ -112,8 +114,8 @@ def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict:
     missing = [key for key in model_state if f"model.{key}" not in stored]
     if missing and strict:
         raise ValueError(
-            f"Expected the checkpoint to hold {missing}, found none of that. Load it into the model "
-            "it was saved from, or set strict_loading=False on the module."
+            f"Expected the checkpoint to hold {missing}, found none of that. Load it into the "
+            "model it was saved from, or set strict_loading=False on the module."
         )
     for key, value in model_state.items():
         entry = stored.get(f"model.{key}")

@@ -44,7 +44,7 @@ class FusedOptimizer:
     """L2 penalty inside the update: row-wise Adagrad and Adam, on CUDA only."""
 
     follow_schedule: bool = True
-    """Multiply the learning rate by the factor that the module's lr scheduler applies to its own."""
+    """Multiply the learning rate by the factor that the module's scheduler applies to its own."""
 
     def check(self, device: torch.device) -> None:
         """Refuse what FBGEMM would silently leave out or get wrong."""
@@ -52,8 +52,8 @@ class FusedOptimizer:
             raise ValueError(f"Expected learning_rate >= 0, found {self.learning_rate}.")
         if self.kind == "adam" and device.type == "cpu":
             raise ValueError(
-                "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on CUDA "
-                "only. Use rowwise_adagrad, adagrad or sgd."
+                "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on "
+                "CUDA only. Use rowwise_adagrad, adagrad or sgd."
             )
         if self.weight_decay and self.kind in ("sgd", "adagrad"):
             raise ValueError(
@@ -99,10 +99,11 @@ def set_learning_rate(optimizer: CombinedOptimizer, learning_rate: float) -> Non
     optimizer.step()  # a fused optimizer's step only hands the learning rate to its kernel
 
 
-
 def kernel_steps(module: nn.Module) -> int:
     """Updates that the kernels have counted: Adam's bias correction reads them."""
-    return max((int(kernel.emb_module.iter.item()) for _, kernel in local_kernels(module)), default=0)
+    return max(
+        (int(kernel.emb_module.iter.item()) for _, kernel in local_kernels(module)), default=0
+    )
 
 
 def set_kernel_steps(module: nn.Module, steps: int) -> None:

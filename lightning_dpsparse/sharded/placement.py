@@ -163,7 +163,8 @@ def describe(module: nn.Module, plan: ShardingPlan) -> str:
         for name, sharding in tables.items():
             config = configs[name]
             largest = max(
-                shard.shard_sizes[0] * shard.shard_sizes[1] for shard in sharding.sharding_spec.shards
+                shard.shard_sizes[0] * shard.shard_sizes[1]
+                for shard in sharding.sharding_spec.shards
             )
             rows.append(
                 (
@@ -193,8 +194,8 @@ def _table_configs(module: nn.Module) -> dict[str, EmbeddingBagConfig]:
             for config in child.embedding_bag_configs():
                 if config.name in configs:
                     raise ValueError(
-                        f"Expected every table to have a name of its own, found {config.name!r} twice "
-                        f"(again in {path!r}). Rename one of them."
+                        f"Expected every table to have a name of its own, found {config.name!r} "
+                        f"twice (again in {path!r}). Rename one of them."
                     )
                 configs[config.name] = config
     return configs
@@ -265,15 +266,13 @@ def _auto_kind(
 def _column_width(config: EmbeddingBagConfig, shards: int | None, most: int) -> int:
     """Columns per piece: as asked, or as many pieces up to `most` as the width allows."""
     width = config.embedding_dim
-    fits = [
-        n for n in range(1, most + 1) if width % n == 0 and (width // n) % COLUMN_MULTIPLE == 0
-    ]
+    fits = [n for n in range(1, most + 1) if width % n == 0 and (width // n) % COLUMN_MULTIPLE == 0]
     if shards is None:
         return width // max(fits)
     if width % shards or (width // shards) % COLUMN_MULTIPLE:
         raise ValueError(
-            f"Expected table {config.name!r} (width {width}) to be cut into pieces of a multiple of "
-            f"{COLUMN_MULTIPLE} columns, found {shards} pieces. Choose from {fits}."
+            f"Expected table {config.name!r} (width {width}) to be cut into pieces of a multiple "
+            f"of {COLUMN_MULTIPLE} columns, found {shards} pieces. Choose from {fits}."
         )
     return width // shards
 

@@ -38,8 +38,8 @@ def _check_table(config: EmbeddingBagConfig, path: str, *, is_weighted: bool) ->
     where = f"table {config.name!r} of {path!r}"
     if config.data_type is not DataType.FP32:
         raise ValueError(
-            f"Expected float32 weights in {where}, found {config.data_type.name}: FBGEMM rounds half "
-            "precision stochastically. Set data_type to FP32."
+            f"Expected float32 weights in {where}, found {config.data_type.name}: FBGEMM rounds "
+            "half precision stochastically. Set data_type to FP32."
         )
     if config.embedding_dim % COLUMN_MULTIPLE:
         raise ValueError(
@@ -62,15 +62,15 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             kind = kinds[config.name]
             if kind == ShardingType.DATA_PARALLEL.value:
                 raise ValueError(
-                    f"Expected table {config.name!r} to be sharded, found data_parallel: its copies "
-                    "would drift apart. Use table_wise."
+                    f"Expected table {config.name!r} to be sharded, found data_parallel: its "
+                    "copies would drift apart. Use table_wise."
                 )
             if config.pooling is not PoolingType.MEAN or kind not in SPLITS_ROWS:
                 continue
             if kind == ShardingType.GRID_SHARD.value:
                 raise ValueError(
-                    f"Expected SUM pooling in grid table {config.name!r}, found MEAN, which TorchRec "
-                    "computes as SUM. Use table_wise or column_wise for it."
+                    f"Expected SUM pooling in grid table {config.name!r}, found MEAN, which "
+                    "TorchRec computes as SUM. Use table_wise or column_wise for it."
                 )
             others = sorted(set(kinds.values()) - {kind})
             if others:

@@ -46,7 +46,8 @@ class TableShard:
         """The same rows and columns of a whole table."""
         rows, columns = self.weight.shape
         return table[
-            self.row_offset : self.row_offset + rows, self.column_offset : self.column_offset + columns
+            self.row_offset : self.row_offset + rows,
+            self.column_offset : self.column_offset + columns,
         ]
 
 
@@ -96,7 +97,9 @@ def tables_hidden(module: nn.Module) -> Iterator[None]:
 
     An optimizer that met the tables would allocate state as large as they are.
     """
-    tables = [m for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()]
+    tables = [
+        m for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()
+    ]
     parameters = [table._parameters for table in tables]
     try:
         for table in tables:
@@ -145,7 +148,9 @@ def initialise_shards(module: nn.Module, seed: int) -> None:
         if getattr(shard.init_fn, "func", shard.init_fn) in _ELEMENTWISE:
             _initialise_by_blocks(shard, seed)
         else:
-            with _seeded(shard.weight.device, seed, shard.key, shard.row_offset, shard.column_offset):
+            with _seeded(
+                shard.weight.device, seed, shard.key, shard.row_offset, shard.column_offset
+            ):
                 shard.init_fn(shard.weight)
 
 

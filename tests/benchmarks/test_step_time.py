@@ -45,14 +45,34 @@ def test_a_failing_mode_ends_the_benchmark() -> None:
 
 def test_the_command_writes_one_object_per_mode(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "out.png"
-    small = ["--rows", "100", "--batch", "8", "--steps", "2", "--json", str(out), "--plot", str(plot)]
+    small = [
+        "--rows",
+        "100",
+        "--batch",
+        "8",
+        "--steps",
+        "2",
+        "--json",
+        str(out),
+        "--plot",
+        str(plot),
+    ]
     command = [sys.executable, "-m", "benchmarks.step_time", "--modes", "bare,torchrec", *small]
     root = Path(__file__).parents[2]
     subprocess.run(command, check=True, capture_output=True, cwd=root, timeout=200)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["mode"] for row in rows] == ["bare", "torchrec"]
     for row in rows:
-        assert list(row) == ["mode", "rows", "batch", "dim", "cpu_ms", "wall_ms", "ratio", "peak_rss_mb"]
+        assert list(row) == [
+            "mode",
+            "rows",
+            "batch",
+            "dim",
+            "cpu_ms",
+            "wall_ms",
+            "ratio",
+            "peak_rss_mb",
+        ]
         assert (row["rows"], row["batch"], row["dim"]) == (100, 8, 16)
         assert row["cpu_ms"] > 0
         assert row["peak_rss_mb"] > 100

@@ -46,7 +46,9 @@ def test_loss_entropy_and_calibration_follow_their_definitions() -> None:
     found = metrics.compute()
     loss = -(torch.log(torch.tensor([0.8, 0.9, 0.5, 0.6]).double())).mean()
     assert found["val_log_loss"].item() == pytest.approx(loss.item(), rel=1e-6)
-    assert found["val_normalized_entropy"].item() == pytest.approx((loss / torch.log(torch.tensor(2.0))).item())
+    assert found["val_normalized_entropy"].item() == pytest.approx(
+        (loss / torch.log(torch.tensor(2.0))).item()
+    )
     assert found["val_calibration"].item() == pytest.approx(2.0 / 2)
 
 

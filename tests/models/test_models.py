@@ -23,7 +23,11 @@ STEPS, BATCH = 4, 16
 
 def data() -> SyntheticData:
     return SyntheticData(
-        batch_size=BATCH, num_rows=NUM_ROWS, examples_per_day=STEPS * BATCH, max_ids_per_bag=3, zipf=0.5
+        batch_size=BATCH,
+        num_rows=NUM_ROWS,
+        examples_per_day=STEPS * BATCH,
+        max_ids_per_bag=3,
+        zipf=0.5,
     )
 
 
@@ -36,9 +40,7 @@ def dlrm() -> DLRMModule:
 
 
 def dcn() -> DLRMDCNModule:
-    return DLRMDCNModule(
-        NUM_ROWS, 8, [12, 8], [10, 1], cross_layers=2, cross_rank=3, optimizer=sgd
-    )
+    return DLRMDCNModule(NUM_ROWS, 8, [12, 8], [10, 1], cross_layers=2, cross_rank=3, optimizer=sgd)
 
 
 def pctr() -> PCTRModule:
@@ -98,7 +100,9 @@ class PlainDLRM(nn.Module):
 
 def in_order(whole: dict[str, Tensor]) -> list[Tensor]:
     """Linear layers as they lie in the model, then the tables."""
-    linear = [value for key, value in whole.items() if key.startswith("net.") and "embedding" not in key]
+    linear = [
+        value for key, value in whole.items() if key.startswith("net.") and "embedding" not in key
+    ]
     path = "net.sparse_arch.embedding_bag_collection.embedding_bags.table_{}.weight"
     return [*linear, *(whole[path.format(i)] for i in range(len(NUM_ROWS)))]
 

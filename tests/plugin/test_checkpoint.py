@@ -52,11 +52,17 @@ def fit(
     torch.manual_seed(0 if resume is None else 99)  # a resumed run owes nothing to its own seed
     module = Snapping(schedule=True)
     if save is not None:
-        each = {"every_n_epochs": 1} if kwargs.pop("at_epoch_end", False) else {"every_n_train_steps": steps}
+        each = (
+            {"every_n_epochs": 1}
+            if kwargs.pop("at_epoch_end", False)
+            else {"every_n_train_steps": steps}
+        )
         callback = ModelCheckpoint(save.parent, filename=save.name, save_top_k=-1, **each)
         callback.FILE_EXTENSION = ""
         kwargs |= {"callbacks": [callback], "enable_checkpointing": True}
-    trainer = make_trainer(world_size, placement, optimizer, max_steps=steps, max_epochs=-1, **kwargs)
+    trainer = make_trainer(
+        world_size, placement, optimizer, max_steps=steps, max_epochs=-1, **kwargs
+    )
     trainer.fit(module, loader(SIZE, BATCH, world_size), ckpt_path=resume)
     momentum = [s["momentum_buffer"].clone() for s in trainer.optimizers[0].state.values()]
     return {
@@ -80,7 +86,12 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("optimizer", [ADAGRAD, ROWWISE], ids=lambda o: o.kind)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
 def test_weights_and_optimizer_state_survive_another_world_size(
-    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, before: int, after: int, optimizer: FusedOptimizer
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    optimizer: FusedOptimizer,
 ) -> None:
     ranks = {1: one_rank, 2: two_ranks}
     saved = ranks[before].run(fit, before, ROWS, optimizer, 3, save=tmp_path / "ckpt")
@@ -98,7 +109,12 @@ def test_weights_and_optimizer_state_survive_another_world_size(
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, stop: int, at_epoch_end: bool, world_size: int
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    tmp_path: Path,
+    stop: int,
+    at_epoch_end: bool,
+    world_size: int,
 ) -> None:
     """Weights, optimizer state, learning-rate schedule and the order of the examples."""
     ranks = {1: one_rank, 2: two_ranks}[world_size]

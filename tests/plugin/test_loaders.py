@@ -50,7 +50,7 @@ def test_drop_last_is_honoured(two_ranks: Ranks) -> None:
 
 
 def test_fewer_examples_than_ranks_are_refused(two_ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="for each of the 2 ranks, found 1. Use fewer devices"):
+    with pytest.raises(ValueError, match=r"for each of the 2 ranks, found 1\. Use fewer devices"):
         two_ranks.run(validate, 2, loader(1, 8, 2), "raise")
 
 
@@ -58,7 +58,9 @@ def validate_own_sampler(world_size: int, uneven: str) -> tuple[int, int]:
     """Loaders that differ: rank 0 has five batches, rank 1 has four."""
     rank = torch.distributed.get_rank()
     examples = Bags(20 - 4 * rank)
-    sampler: DistributedSampler[Any] = DistributedSampler(examples, num_replicas=1, rank=0, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        examples, num_replicas=1, rank=0, shuffle=True
+    )
     own = DataLoader(examples, batch_size=4, sampler=sampler, collate_fn=collate)
     return validate(world_size, own, uneven)
 
@@ -137,11 +139,15 @@ def fit_validate_test_fit(world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_fit_validate_test_and_fit_again(one_rank: Ranks, two_ranks: Ranks, world_size: int) -> None:
+def test_fit_validate_test_and_fit_again(
+    one_rank: Ranks, two_ranks: Ranks, world_size: int
+) -> None:
     ranks = {1: one_rank, 2: two_ranks}[world_size]
     for result in ranks.run(fit_validate_test_fit, world_size):
         assert (result["steps"], result["all"]) == (6, 8)
-        for (*_, before, _), (*_, after, _) in zip(result["before"]["pieces"], result["after"]["pieces"]):
+        for (*_, before, _), (*_, after, _) in zip(
+            result["before"]["pieces"], result["after"]["pieces"]
+        ):
             assert torch.equal(before, after)  # evaluation moves nothing
 
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement, TablePlacement
@@ -38,12 +43,16 @@ class WithTables(SmallModule):
         if self.change == "mean":
             configs[1].pooling = PoolingType.MEAN
         if self.change == "sequence":
-            config = EmbeddingConfig(name="s", num_embeddings=4, embedding_dim=4, feature_names=["s"])
+            config = EmbeddingConfig(
+                name="s", num_embeddings=4, embedding_dim=4, feature_names=["s"]
+            )
             self.sequence = EmbeddingCollection(tables=[config])
         if self.change == "none":
             self.ebc = nn.Identity()
         if self.change == "twice":
-            config = EmbeddingBagConfig(name="t0", num_embeddings=4, embedding_dim=4, feature_names=["f0"])
+            config = EmbeddingBagConfig(
+                name="t0", num_embeddings=4, embedding_dim=4, feature_names=["f0"]
+            )
             self.other = EmbeddingBagCollection(tables=[config])
         if self.change == "batchnorm":
             self.norm = nn.BatchNorm1d(2)
@@ -59,7 +68,9 @@ class OnlyTables(SmallModule):
         return torch.optim.SGD(self.ebc.parameters(), lr=0.1)
 
 
-def fit(module: LightningModule, placement: Placement | None, fused: Any, trainer: dict[str, Any]) -> None:
+def fit(
+    module: LightningModule, placement: Placement | None, fused: Any, trainer: dict[str, Any]
+) -> None:
     world_size = torch.distributed.get_world_size()
     make_trainer(world_size, placement, fused, max_steps=1, **trainer).fit(
         module, loader(8, 8, world_size)
@@ -79,7 +90,9 @@ def refused(
 
 
 def test_tables_must_be_float32(one_rank: Ranks) -> None:
-    refused(one_rank, "Expected float32 weights in table 't0' of 'ebc', found FP16", WithTables("fp16"))
+    refused(
+        one_rank, "Expected float32 weights in table 't0' of 'ebc', found FP16", WithTables("fp16")
+    )
 
 
 def test_widths_must_be_multiples_of_four(one_rank: Ranks) -> None:
@@ -97,7 +110,10 @@ def test_mean_row_wise_tables_cannot_stand_beside_others(two_ranks: Ranks) -> No
 
 def test_mean_grid_tables_are_refused(two_ranks: Ranks) -> None:
     refused(
-        two_ranks, "grid table 't1', found MEAN", WithTables("mean"), Placement(tables={"t1": "grid"})
+        two_ranks,
+        "grid table 't1', found MEAN",
+        WithTables("mean"),
+        Placement(tables={"t1": "grid"}),
     )
 
 
@@ -106,7 +122,9 @@ def test_sequence_tables_are_refused(one_rank: Ranks) -> None:
 
 
 def test_a_model_without_tables_is_refused(one_rank: Ranks) -> None:
-    refused(one_rank, "Expected an EmbeddingBagCollection in the module, found none", WithTables("none"))
+    refused(
+        one_rank, "Expected an EmbeddingBagCollection in the module, found none", WithTables("none")
+    )
 
 
 def test_two_tables_cannot_share_a_name(one_rank: Ranks) -> None:
@@ -124,12 +142,18 @@ def test_ranks_must_exist(one_rank: Ranks) -> None:
 
 def test_row_wise_tables_take_no_ranks(one_rank: Ranks) -> None:
     pinned = TablePlacement(kind="row_wise", ranks=[0])
-    refused(one_rank, "ranks with table_wise or column_wise only", placement=Placement(tables={"t0": pinned}))
+    refused(
+        one_rank,
+        "ranks with table_wise or column_wise only",
+        placement=Placement(tables={"t0": pinned}),
+    )
 
 
 def test_table_wise_takes_one_rank(two_ranks: Ranks) -> None:
     pinned = TablePlacement(kind="table_wise", ranks=[0, 1])
-    refused(two_ranks, "Expected one rank for table_wise", placement=Placement(tables={"t0": pinned}))
+    refused(
+        two_ranks, "Expected one rank for table_wise", placement=Placement(tables={"t0": pinned})
+    )
 
 
 def test_column_pieces_must_fit_the_kernel(one_rank: Ranks) -> None:
@@ -138,12 +162,16 @@ def test_column_pieces_must_fit_the_kernel(one_rank: Ranks) -> None:
 
 
 def test_fused_adam_needs_cuda(one_rank: Ranks) -> None:
-    refused(one_rank, "found adam, which FBGEMM has on CUDA only", fused=FusedOptimizer(kind="adam"))
+    refused(
+        one_rank, "found adam, which FBGEMM has on CUDA only", fused=FusedOptimizer(kind="adam")
+    )
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_weight_decay_that_the_kernel_ignores_is_refused(one_rank: Ranks, kind: Any) -> None:
-    refused(one_rank, f"{kind} kernel ignores it", fused=FusedOptimizer(kind=kind, weight_decay=0.1))
+    refused(
+        one_rank, f"{kind} kernel ignores it", fused=FusedOptimizer(kind=kind, weight_decay=0.1)
+    )
 
 
 def test_weight_decay_on_cpu_is_refused(one_rank: Ranks) -> None:
@@ -191,5 +219,5 @@ def fit_other_lightning() -> None:
 
 
 def test_modules_of_the_other_package_are_named(one_rank: Ranks) -> None:
-    with pytest.raises(TypeError, match="import both from `lightning.pytorch`"):
+    with pytest.raises(TypeError, match=r"import both from `lightning\.pytorch`"):
         one_rank.run(fit_other_lightning)

@@ -89,7 +89,9 @@ def test_one_rank_is_plain_pytorch_step_by_step(one_rank: Ranks, optimizer: Fuse
     expected, expected_losses = reference(start, optimizer)
     assert_close(end, expected, 1e-6)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
-    moved = (end["ebc.embedding_bags.t0.weight"] - start["ebc.embedding_bags.t0.weight"]).abs().max()
+    moved = (
+        (end["ebc.embedding_bags.t0.weight"] - start["ebc.embedding_bags.t0.weight"]).abs().max()
+    )
     assert moved > 1e-3  # the test would pass on a model that does not learn otherwise
 
 
@@ -132,7 +134,9 @@ def test_a_mean_loss_trains_like_one_loss_per_example(two_ranks: Ranks) -> None:
 def test_the_tables_follow_the_learning_rate_schedule(one_rank: Ranks, follow: bool) -> None:
     optimizer = FusedOptimizer(kind="sgd", learning_rate=0.3, follow_schedule=follow)
     start, end, _ = train(one_rank, Placement(), optimizer, schedule=True)
-    cosine = [(1 + torch.cos(torch.tensor(step * torch.pi / 10)).item()) / 2 for step in range(STEPS)]
+    cosine = [
+        (1 + torch.cos(torch.tensor(step * torch.pi / 10)).item()) / 2 for step in range(STEPS)
+    ]
     expected, _ = reference(start, SGD, factors=cosine)
     tables = {key: value for key, value in expected.items() if "embedding_bags" in key}
     if follow:

@@ -14,14 +14,18 @@ from lightning_dpsparse.sharded.placement import FusedSharder, describe, make_pl
 from tests.ranks import Ranks
 
 
-def plan(placement: Placement, ranks_per_host: int) -> tuple[dict[str, tuple[str, list[int], Any]], str]:
+def plan(
+    placement: Placement, ranks_per_host: int
+) -> tuple[dict[str, tuple[str, list[int], Any]], str]:
     """sharding type, ranks and shard sizes by table, and the printed table."""
     sizes = {"huge": 1_000_000, "large": 3000, "small": 10, "tiny": 3}
     module = nn.Module()
     module.ebc = EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
-            EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=16, feature_names=[f"f_{n}"])
+            EmbeddingBagConfig(
+                name=n, num_embeddings=rows, embedding_dim=16, feature_names=[f"f_{n}"]
+            )
             for n, rows in sizes.items()
         ],
     )
@@ -84,6 +88,16 @@ def test_column_pieces_can_be_counted(two_ranks: Ranks) -> None:
 def test_the_plan_is_printed_for_people(two_ranks: Ranks) -> None:
     _, text = two_ranks.run(plan, Placement(default="row_wise"), 2)[0]
     lines = text.splitlines()
-    assert lines[0].split() == ["table", "rows", "width", "features", "placement", "ranks", "MB", "per", "rank"]
+    assert lines[0].split() == [
+        "table",
+        "rows",
+        "width",
+        "features",
+        "placement",
+        "ranks",
+        "MB",
+        "per",
+        "rank",
+    ]
     assert lines[2].split() == ["huge", "1,000,000", "16", "f_huge", "row_wise", "0,", "1", "30.5"]
     assert len(lines) == 6

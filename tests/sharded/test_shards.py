@@ -28,7 +28,11 @@ PLACEMENTS = [
 
 
 def tables() -> list[EmbeddingBagConfig]:
-    initial = {"big": None, "normal": partial(nn.init.normal_, std=3.0), "shape": nn.init.xavier_uniform_}
+    initial = {
+        "big": None,
+        "normal": partial(nn.init.normal_, std=3.0),
+        "shape": nn.init.xavier_uniform_,
+    }
     return [
         EmbeddingBagConfig(
             name=name, num_embeddings=BIG, embedding_dim=8, feature_names=[name], init_fn=init_fn
