@@ -103,7 +103,9 @@ class DPSparseStrategy(DDPStrategy):
         refusals.check_trainer(trainer, self.precision_plugin)
         refusals.check_layers(module, sync_batchnorm=self._layer_sync is not None)
         self.precision_plugin.convert_module(module)
-        if not shards.sharded_collections(module):  # else: fit, test, fit again
+        if shards.sharded_collections(module):  # fit, test, fit again
+            fused.check_kernels(module, self.fused_optimizer)
+        else:
             plan = build.shard_tables(
                 module, self.placement, self.fused_optimizer, self.root_device, self.num_processes
             )

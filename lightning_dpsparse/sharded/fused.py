@@ -81,6 +81,17 @@ class FusedOptimizer:
         return params
 
 
+def check_kernels(module: nn.Module, optimizer: FusedOptimizer) -> None:
+    """Tables that an earlier trainer sharded keep their optimizer: refuse to pretend otherwise."""
+    for _, kernel in local_kernels(module):
+        found = kernel.emb_module.optimizer
+        if found != _FBGEMM_NAME[optimizer.kind]:
+            raise ValueError(
+                f"Expected tables with {optimizer.kind} fused in, found {found.name}: they were "
+                "sharded by an earlier trainer. Use its fused optimizer, or a new module."
+            )
+
+
 def combined_fused_optimizer(module: nn.Module) -> CombinedOptimizer:
     """One optimizer object over the fused optimizers of every sharded collection in `module`."""
     return CombinedOptimizer(

@@ -179,6 +179,17 @@ def test_weight_decay_on_cpu_is_refused(one_rank: Ranks) -> None:
     refused(one_rank, "applies it only to tables that several features share", fused=fused)
 
 
+def fit_twice() -> None:
+    module = SmallModule()
+    fit(module, None, FusedOptimizer(kind="sgd"), {})
+    fit(module, None, FusedOptimizer(kind="adagrad"), {})
+
+
+def test_sharded_tables_keep_their_optimizer(one_rank: Ranks) -> None:
+    with pytest.raises(ValueError, match="with adagrad fused in, found EXACT_SGD"):
+        one_rank.run(fit_twice)
+
+
 def test_accumulated_gradients_are_refused(one_rank: Ranks) -> None:
     refused(one_rank, "Expected accumulate_grad_batches=1, found 2", accumulate_grad_batches=2)
 
