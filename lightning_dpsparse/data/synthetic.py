@@ -241,9 +241,8 @@ class SyntheticData(ClickData):
     @override
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            rank_zero_info(
-                f"Synthetic clicks: no model can exceed a validation AUROC of {self.bayes_auc():.3f}."
-            )
+            best = self.bayes_auc()
+            rank_zero_info(f"Synthetic clicks: no model's validation AUROC can exceed {best:.3f}.")
 
     def bayes_auc(self) -> float:
         """The best validation AUC that any model can reach."""
