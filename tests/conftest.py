@@ -28,6 +28,12 @@ def two_ranks() -> Iterator[Ranks]:
     yield from _ranks(2)
 
 
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Ranks]:
+    """Two ranks that believe to be alone on their host."""
+    yield from _ranks(2, per_host=1)
+
+
 @pytest.fixture
 def real_data() -> Path:
     """Directory of real samples, which the product does not carry."""

@@ -103,7 +103,7 @@ class SmallModule(LightningModule):
         self,
         *,
         mean: bool = False,
-        schedule: bool = False,
+        schedule: str = "",
         scalar_loss: bool = False,
         lr: float = 0.1,
     ) -> None:
@@ -138,8 +138,17 @@ class SmallModule(LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         if not self.schedule:
             return optimizer
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+        scheduler = (
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+            if self.schedule == "cosine"
+            else torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False
+            )
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def make_trainer(
@@ -147,6 +156,7 @@ def make_trainer(
     placement: Placement | None = None,
     optimizer: FusedOptimizer | None = None,
     uneven_loaders: Any = "raise",
+    hosts: int = 1,
     **kwargs: Any,
 ) -> Trainer:
     settings: dict[str, Any] = {
@@ -163,7 +173,8 @@ def make_trainer(
             uneven_loaders=uneven_loaders,
         ),
         accelerator="cpu",
-        devices=world_size,
+        devices=world_size // hosts,
+        num_nodes=hosts,
         **(settings | kwargs),
     )
 
@@ -246,12 +257,13 @@ def run_training(
     optimizer: FusedOptimizer,
     steps: int = 4,
     global_batch: int = 8,
+    hosts: int = 1,
     module_settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train on every rank; runs inside a rank."""
     torch.manual_seed(0)
     module = Recording(**(module_settings or {}))
-    trainer = make_trainer(world_size, placement, optimizer, max_steps=steps)
+    trainer = make_trainer(world_size, placement, optimizer, hosts=hosts, max_steps=steps)
     trainer.fit(module, loader(global_batch * steps, global_batch, world_size))
     return {"start": module.start, "end": snapshot(module), "losses": module.losses}
 

@@ -19,7 +19,9 @@ from lightning_dpsparse.data.prepare import prepare_criteo
 ROWS = [100] * 26
 
 
-def line(label: str = "1", integers: list[str] | None = None, tokens: list[str] | None = None) -> str:
+def line(
+    label: str = "1", integers: list[str] | None = None, tokens: list[str] | None = None
+) -> str:
     integers = integers or [str(i) for i in range(13)]
     tokens = tokens or [f"{i:08x}" for i in range(26)]
     return "\t".join([label, *integers, *tokens])
@@ -89,7 +91,17 @@ def test_malformed_lines_are_left_out_and_counted_by_reason(
         line("0"),
     ]
     (tmp_path / "train.txt").write_text("\n".join(lines))
-    main(["prepare", "criteo", str(tmp_path / "train.txt"), "--output", str(tmp_path / "o"), "--num-rows", "50"])
+    main(
+        [
+            "prepare",
+            "criteo",
+            str(tmp_path / "train.txt"),
+            "--output",
+            str(tmp_path / "o"),
+            "--num-rows",
+            "50",
+        ]
+    )
     meta = json.loads((tmp_path / "o" / "train" / "meta.json").read_text())
     assert meta["examples"] == 2
     assert meta["malformed"] == {
@@ -152,7 +164,17 @@ def test_a_file_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
 def test_table_sizes_are_checked(tmp_path: Path, rows: str) -> None:
     (tmp_path / "f").write_text(line())
     with pytest.raises(SystemExit, match="Expected 26 table sizes of at least 2 rows"):
-        main(["prepare", "criteo", str(tmp_path / "f"), "--output", str(tmp_path), "--num-rows", rows])
+        main(
+            [
+                "prepare",
+                "criteo",
+                str(tmp_path / "f"),
+                "--output",
+                str(tmp_path),
+                "--num-rows",
+                rows,
+            ]
+        )
 
 
 def numbered(tmp_path: Path, name: str, count: int, first: int) -> str:

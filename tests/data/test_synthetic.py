@@ -24,7 +24,10 @@ def test_an_example_does_not_depend_on_the_batch_it_comes_in() -> None:
     alone = collate(data.__getitems__([9]))
     assert torch.equal(together.dense_features[1], alone.dense_features[0])
     for key in together.sparse_features.keys():  # noqa: SIM118 (a KeyedJaggedTensor)
-        assert together.sparse_features[key].to_dense()[1].tolist() == alone.sparse_features[key].to_dense()[0].tolist()
+        assert (
+            together.sparse_features[key].to_dense()[1].tolist()
+            == alone.sparse_features[key].to_dense()[0].tolist()
+        )
     assert together.labels[0] == together.labels[2]
 
 
@@ -57,7 +60,7 @@ def test_popularity_follows_the_power_law(zipf: float) -> None:
     edges = np.arange(1, 1002, dtype=float)
     mass = np.diff(np.log(edges) if zipf == 1 else edges ** (1 - zipf) / (1 - zipf))
     expected = 20_000 * mass / mass.sum()
-    # A Poisson count stays within 5 standard deviations; sorting uniform counts spreads them as far.
+    # A Poisson count stays within 5 standard deviations; sorting spreads equal ones as far.
     assert np.abs(counts - expected).max() <= 5 * np.sqrt(expected.max()) + 5
 
 
@@ -118,7 +121,7 @@ def test_batches_that_ranks_cannot_share_are_refused() -> None:
 
 
 def test_too_little_data_for_one_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="found 10 examples. Lower batch_size"):
+    with pytest.raises(ValueError, match=r"found 10 examples\. Lower batch_size"):
         SyntheticData(batch_size=100, examples_per_day=10).train_dataloader()
 
 

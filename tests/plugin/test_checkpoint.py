@@ -50,7 +50,7 @@ def fit(
 ) -> dict[str, Any]:
     """Train up to `steps`, over epochs of five batches; runs inside a rank."""
     torch.manual_seed(0 if resume is None else 99)  # a resumed run owes nothing to its own seed
-    module = Snapping(schedule=True)
+    module = Snapping(schedule="cosine")
     if save is not None:
         each = (
             {"every_n_epochs": 1}

@@ -73,9 +73,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert (found[key] - value).abs().max() <= tolerance, key
 
 
-def train(ranks: Ranks, placement: Placement, optimizer: FusedOptimizer, **kwargs: Any) -> Any:
+def train(
+    ranks: Ranks, placement: Placement, optimizer: FusedOptimizer, hosts: int = 1, **kwargs: Any
+) -> Any:
     results = ranks.run(
-        run_training, ranks.world_size, placement, optimizer, STEPS, BATCH, module_settings=kwargs
+        run_training, ranks.world_size, placement, optimizer, STEPS, BATCH, hosts, kwargs
     )
     start = assemble([result["start"] for result in results])
     end = assemble([result["end"] for result in results])
@@ -109,6 +111,14 @@ def test_two_ranks_are_plain_pytorch_and_one_rank(
     assert losses == pytest.approx(expected_losses, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["grid", "table_row_wise", "row_wise"])
+def test_two_hosts_are_plain_pytorch(two_hosts: Ranks, kind: Any) -> None:
+    """Grid cuts columns over hosts; table_row_wise keeps a table on one of them."""
+    start, end, _ = train(two_hosts, Placement(default=kind), SGD, hosts=2)
+    expected, _ = reference(start, SGD)
+    assert_close(end, expected, 1e-6)
+
+
 @pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
 def test_mean_pooling_on_two_ranks_is_plain_pytorch(two_ranks: Ranks, name: str) -> None:
     start, end, _ = train(two_ranks, PLACEMENTS[name], SGD, mean=True)
@@ -130,17 +140,35 @@ def test_a_mean_loss_trains_like_one_loss_per_example(two_ranks: Ranks) -> None:
     assert_close(scalar, per_example, 1e-6)
 
 
+def factors_of(schedule: str) -> list[float]:
+    """What the scheduler multiplies the peak learning rate by, step by step."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    scheduler = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        if schedule == "cosine"
+        else torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False
+        )
+    )
+    factors = []
+    for _ in range(STEPS):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
 @pytest.mark.parametrize("follow", [True, False])
-def test_the_tables_follow_the_learning_rate_schedule(one_rank: Ranks, follow: bool) -> None:
+@pytest.mark.parametrize("schedule", ["cosine", "one cycle"])
+def test_the_tables_follow_the_learning_rate_schedule(
+    one_rank: Ranks, schedule: str, follow: bool
+) -> None:
     optimizer = FusedOptimizer(kind="sgd", learning_rate=0.3, follow_schedule=follow)
-    start, end, _ = train(one_rank, Placement(), optimizer, schedule=True)
-    cosine = [
-        (1 + torch.cos(torch.tensor(step * torch.pi / 10)).item()) / 2 for step in range(STEPS)
-    ]
-    expected, _ = reference(start, SGD, factors=cosine)
+    start, end, _ = train(one_rank, Placement(), optimizer, schedule=schedule)
+    expected, _ = reference(start, SGD, factors=factors_of(schedule))
     tables = {key: value for key, value in expected.items() if "embedding_bags" in key}
     if follow:
-        assert_close(end, expected, 1e-6)
+        assert_close(end, tables, 1e-6)
     else:
         with pytest.raises(AssertionError):
             assert_close(end, tables, 1e-6)
