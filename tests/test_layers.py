@@ -12,6 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 
 # A layer may import those to its left, and itself.
 ORDER = [
+    "hashing",
+    "noise",
     "version",
     "sharded",
     "plugin",

@@ -26,7 +26,7 @@ from lightning_dpsparse.data.criteo import (
     NUM_CATEGORICAL,
     NUM_COUNTS,
 )
-from lightning_dpsparse.data.hashing import mix, salt
+from lightning_dpsparse.hashing import mix, salt
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _BLOCK_BYTES = 16 << 20

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks
-from lightning_dpsparse.data.hashing import U64, mix, salt, unit
+from lightning_dpsparse.hashing import U64, mix, salt, unit
 
 # B examples, F categorical features, M most ids in a bag, C count features
 

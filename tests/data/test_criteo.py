@@ -13,8 +13,8 @@ import pytest
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.data import CriteoData, Part, collate
 from lightning_dpsparse.data.criteo import PreparedCriteo
-from lightning_dpsparse.data.hashing import mix, salt
 from lightning_dpsparse.data.prepare import prepare_criteo
+from lightning_dpsparse.hashing import mix, salt
 
 ROWS = [100] * 26
 
