@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 ORDER = [
     "hashing",
     "noise",
+    "engine",
     "version",
     "sharded",
     "plugin",

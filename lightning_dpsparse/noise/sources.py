@@ -31,7 +31,7 @@ class NoiseSource(Protocol):
     """
 
     def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
-        """Overwrite `out_RD`. `rows_R`: the rows' global numbers, by default from the shard's on."""
+        """Overwrite `out_RD`; `rows_R` are its rows' global numbers, else the shard's first ones."""
         ...
 
 

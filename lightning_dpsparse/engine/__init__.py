@@ -1,0 +1,1 @@
+"""The algorithm: norms, clipping, weighted gradients. No process group, TorchRec or Lightning."""

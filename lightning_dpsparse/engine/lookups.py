@@ -1,0 +1,115 @@
+"""What one embedding kernel read in a step, and the gradient that came back to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# B examples of all ranks, F features, T tables, L lookups, E width of all features side by side,
+# D width of one table, U distinct rows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a kernel lays out its features and tables. Fixed for a run."""
+
+    table_of_feature: tuple[int, ...]
+    widths: tuple[int, ...]
+    """Columns of each table here."""
+    num_rows: tuple[int, ...]
+    """Rows of each table here."""
+    is_mean: bool = False
+    """Whether the kernel itself divides a bag by its length."""
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """Where each feature lies in the kernel's output."""
+        slices, start = [], 0
+        for table in self.table_of_feature:
+            slices.append(slice(start, start + self.widths[table]))
+            start += self.widths[table]
+        return tuple(slices)
+
+    @cached_property
+    def features_of_table(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(f for f, t in enumerate(self.table_of_feature) if t == table)
+            for table in range(len(self.widths))
+        )
+
+    @cached_property
+    def first_row(self) -> tuple[int, ...]:
+        """Where each table's rows begin when all are numbered through."""
+        starts = [0]
+        for rows in self.num_rows:
+            starts.append(starts[-1] + rows)
+        return tuple(starts)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all tables have one width."""
+        return len(set(self.widths)) <= 1
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One kernel's read. Bag f * B + b holds feature f of example b."""
+
+    layout: Layout
+    ids_L: Tensor
+    """Rows within their table's piece on this rank."""
+    offsets: Tensor
+    """Where each bag begins in ids_L, with the end: F * B + 1 numbers."""
+    gradient_BE: Tensor
+    """d loss_b / d output_b: row b holds nothing but example b's gradient."""
+    weights_L: Tensor | None = None
+
+    @property
+    def num_examples(self) -> int:
+        return self.gradient_BE.shape[0]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @cached_property
+    def is_one_hot(self) -> bool:
+        """Whether every bag holds exactly one id."""
+        return self.ids_L.numel() == self.lengths.numel() and bool((self.lengths == 1).all())
+
+    @cached_property
+    def bag_L(self) -> Tensor:
+        bags = torch.arange(self.lengths.numel(), device=self.ids_L.device)
+        if self.is_one_hot:
+            return bags
+        return torch.repeat_interleave(bags, self.lengths, output_size=self.ids_L.numel())
+
+    @cached_property
+    def row_L(self) -> Tensor:
+        """Rows with all tables of the kernel numbered through."""
+        starts_F = torch.tensor(
+            [self.layout.first_row[t] for t in self.layout.table_of_feature],
+            device=self.ids_L.device,
+        )
+        if self.is_one_hot:
+            return (self.ids_L.view(len(starts_F), -1) + starts_F[:, None]).view(-1)
+        return self.ids_L + starts_F[self.bag_L // max(1, self.num_examples)]
+
+    @cached_property
+    def coefficient_L(self) -> Tensor | None:
+        """What a row is multiplied by on its way into the bag; None is one."""
+        coefficient = self.weights_L
+        if self.layout.is_mean and not self.is_one_hot:
+            share_L = self.lengths.to(self.gradient_BE.dtype).reciprocal()[self.bag_L]
+            coefficient = share_L if coefficient is None else coefficient * share_L
+        return coefficient
+
+    def kept_coefficient(self, row_mask: Tensor | None) -> Tensor | None:
+        """`coefficient_L`, with zero for rows that the mask leaves out."""
+        if row_mask is None:
+            return self.coefficient_L
+        keep_L = row_mask[self.row_L].to(self.gradient_BE.dtype)
+        return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L

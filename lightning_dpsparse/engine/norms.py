@@ -1,0 +1,93 @@
+"""Exact per-example norms of the embedding gradient, without building it.
+
+The gradient of example b on row r is the sum over b's lookups of r of coefficient * G, where G is
+the gradient of the bag that the lookup fed. Lookups of one row add up *before* they are squared: three
+hits on a row weigh 9, not 3, and features that share a table meet on its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.lookups import Lookup
+
+# B examples, F features, L lookups, E width of all features, D width of a table, U (example, row)s
+
+
+def square_norms(
+    lookup: Lookup, row_mask: Tensor | None = None, tables: Collection[int] | None = None
+) -> Tensor:
+    """Squared norm of every example's gradient on the kernel's rows, (B,).
+
+    n_b^2 = sum over rows r of || sum over lookups l of r by b of c_l G_l ||^2
+
+    With `row_mask` (a boolean per row, tables numbered through) only rows that it keeps count; with
+    `tables` only those tables.
+    """
+    layout = lookup.layout
+    chosen = range(len(layout.widths)) if tables is None else tables
+    alone = [
+        layout.features_of_table[t][0] for t in chosen if len(layout.features_of_table[t]) == 1
+    ]
+    shared = [t for t in chosen if len(layout.features_of_table[t]) > 1]
+    coefficient_L = lookup.kept_coefficient(row_mask)
+    if len(alone) == len(layout.table_of_feature) and lookup.is_one_hot and coefficient_L is None:
+        return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
+    squares_B = _of_unshared(lookup, coefficient_L, alone)
+    for table in shared:
+        squares_B += _of_shared(lookup, coefficient_L, table)
+    return squares_B
+
+
+def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[int]) -> Tensor:
+    """Features with a table of their own: one G per bag, so n^2 = ||G||^2 sum_r (sum_l c_l)^2."""
+    gradient_BE = lookup.gradient_BE
+    squares_B = gradient_BE.new_zeros(lookup.num_examples)
+    if not features:
+        return squares_B
+    weight_FB = _row_weights(lookup, coefficient_L).view(
+        len(lookup.layout.table_of_feature), lookup.num_examples
+    )
+    for feature in features:
+        part_BD = gradient_BE[:, lookup.layout.columns[feature]]
+        squares_B += torch.linalg.vector_norm(part_BD, dim=1).square_() * weight_FB[feature]
+    return squares_B
+
+
+def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
+    """sum over rows of (sum of the row's coefficients)^2 for every bag, (F * B,)."""
+    weights = lookup.gradient_BE.new_zeros(lookup.lengths.numel())
+    if coefficient_L is None:
+        coefficient_L = lookup.gradient_BE.new_ones(lookup.ids_L.numel())
+    if lookup.is_one_hot:
+        return weights.copy_(coefficient_L).square_()
+    key_L = lookup.bag_L * max(lookup.layout.num_rows) + lookup.ids_L
+    key_U, position_L = torch.unique(key_L, return_inverse=True)
+    sum_U = weights.new_zeros(key_U.numel()).index_add_(0, position_L, coefficient_L)
+    return weights.index_add_(0, key_U // max(lookup.layout.num_rows), sum_U.square_())
+
+
+def _of_shared(lookup: Lookup, coefficient_L: Tensor | None, table: int) -> Tensor:
+    """Features that meet in one table: their gradients are added row by row."""
+    features = lookup.layout.features_of_table[table]
+    num_examples, num_rows = lookup.num_examples, lookup.layout.num_rows[table]
+    keys, values = [], []
+    for feature in features:
+        first, last = feature * num_examples, (feature + 1) * num_examples
+        here = slice(int(lookup.offsets[first]), int(lookup.offsets[last]))
+        example = lookup.bag_L[here] - first
+        value = lookup.gradient_BE[:, lookup.layout.columns[feature]][example]
+        if coefficient_L is not None:
+            value = value * coefficient_L[here, None]
+        keys.append(example * num_rows + lookup.ids_L[here])
+        values.append(value)
+    key_U, position_L = torch.unique(torch.cat(keys), return_inverse=True)
+    value_LD = torch.cat(values)
+    sum_UD = value_LD.new_zeros(key_U.numel(), value_LD.shape[1]).index_add_(
+        0, position_L, value_LD
+    )
+    squares_U = torch.linalg.vector_norm(sum_UD, dim=1).square_()
+    return value_LD.new_zeros(num_examples).index_add_(0, key_U // num_rows, squares_U)

@@ -1,0 +1,162 @@
+"""Norms and clipped sums of tables against autograd, one example at a time, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.norms import square_norms
+from lightning_dpsparse.engine.rows import clipped_row_gradients
+
+B = 6
+LAYOUTS = {
+    "one table per feature": Layout((0, 1, 2), (4, 4, 4), (7, 3, 5)),
+    "other widths": Layout((0, 1, 2), (4, 8, 12), (7, 3, 5)),
+    "shared table": Layout((0, 0, 1), (4, 4), (5, 3)),
+    "shared table and other widths": Layout((0, 1, 0, 0), (8, 4), (4, 6)),
+}
+
+
+def make(layout: Layout, most: int, *, weighted: bool, mean: bool, seed: int = 0) -> Lookup:
+    """Bags of up to `most` ids (most = 1: exactly one) from few rows, so that ids repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    features = len(layout.table_of_feature)
+    lengths = (
+        torch.ones(features * B, dtype=torch.int64)
+        if most == 1
+        else torch.randint(0, most + 1, (features * B,), generator=generator)
+    )
+    rows = torch.tensor([layout.num_rows[t] for t in layout.table_of_feature])
+    limit = rows.repeat_interleave(B).repeat_interleave(lengths)
+    ids = (torch.rand(limit.numel(), generator=generator) * limit).long()
+    width = sum(layout.widths[t] for t in layout.table_of_feature)
+    weights = torch.rand(ids.numel(), generator=generator, dtype=torch.float64) + 0.5
+    return Lookup(
+        Layout(layout.table_of_feature, layout.widths, layout.num_rows, is_mean=mean),
+        ids,
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        torch.randn(B, width, generator=generator, dtype=torch.float64),
+        weights if weighted else None,
+    )
+
+
+def example_gradients(lookup: Lookup, row_mask: Tensor | None) -> list[list[Tensor]]:
+    """d <output_b, G_b> / d table for every example, by autograd through a plain loop."""
+    layout, offsets = lookup.layout, lookup.offsets.tolist()
+    result = []
+    for b in range(lookup.num_examples):
+        tables = [
+            torch.zeros(rows, width, dtype=torch.float64, requires_grad=True)
+            for rows, width in zip(layout.num_rows, layout.widths)
+        ]
+        loss = torch.zeros((), dtype=torch.float64)
+        for f, t in enumerate(layout.table_of_feature):
+            bag = slice(offsets[f * B + b], offsets[f * B + b + 1])
+            rows = tables[t][lookup.ids_L[bag]]
+            if lookup.weights_L is not None:
+                rows = rows * lookup.weights_L[bag, None]
+            pooled = rows.sum(0) / (max(1, len(rows)) if layout.is_mean else 1)
+            loss = loss + (pooled * lookup.gradient_BE[b, layout.columns[f]]).sum()
+        gradients = list(torch.autograd.grad(loss, tables, allow_unused=True))
+        gradients = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, tables)]
+        if row_mask is not None:
+            keep = row_mask.split(list(layout.num_rows))
+            gradients = [g * k[:, None] for g, k in zip(gradients, keep)]
+        result.append(gradients)
+    return result
+
+
+def mask_of(layout: Layout) -> Tensor:
+    return torch.rand(sum(layout.num_rows), generator=torch.Generator().manual_seed(9)) < 0.6
+
+
+CASES = [
+    (name, most, weighted, mean, masked)
+    for name in LAYOUTS
+    for most in (1, 4)
+    for weighted in (False, True)
+    for mean in (False, True)
+    for masked in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "most", "weighted", "mean", "masked"), CASES)
+def test_norms_and_sums_match_autograd(
+    name: str, most: int, weighted: bool, mean: bool, masked: bool
+) -> None:
+    lookup = make(LAYOUTS[name], most, weighted=weighted, mean=mean)
+    mask = mask_of(lookup.layout) if masked else None
+    gradients = example_gradients(lookup, mask)
+    expected = torch.stack([sum(g.square().sum() for g in tables) for tables in gradients])  # type: ignore[misc]
+    torch.testing.assert_close(square_norms(lookup, mask), expected, rtol=1e-12, atol=1e-12)
+    for table in range(len(lookup.layout.widths)):
+        of_table = torch.stack([tables[table].square().sum() for tables in gradients])
+        found = square_norms(lookup, mask, tables=[table])
+        torch.testing.assert_close(found, of_table, rtol=1e-12, atol=1e-12)
+
+    factors = torch.linspace(0.0, 1.0, B, dtype=torch.float64)
+    for table, found in enumerate(clipped_row_gradients(lookup, factors, mask)):
+        total = sum(f * tables[table] for f, tables in zip(factors, gradients))
+        dense = torch.zeros_like(total)  # type: ignore[arg-type]
+        dense[found.rows_U] = found.values_UD
+        torch.testing.assert_close(dense, total, rtol=1e-12, atol=1e-12)
+        assert (found.rows_U[1:] > found.rows_U[:-1]).all()
+
+
+def test_repeated_ids_add_before_they_are_squared() -> None:
+    layout = Layout((0,), (4,), (5,))
+    gradient = torch.tensor([[0.6, 0.8, 0.0, 0.0]])
+    lookup = Lookup(layout, torch.tensor([2, 2, 2]), torch.tensor([0, 3]), gradient)
+    assert square_norms(lookup).item() == pytest.approx(9.0)
+
+
+def test_features_that_share_a_row_add_before_they_are_squared() -> None:
+    layout = Layout((0, 0), (1,), (5,))
+    lookup = Lookup(
+        layout, torch.tensor([2, 2]), torch.tensor([0, 1, 2]), torch.tensor([[3.0, 4.0]])
+    )
+    assert square_norms(lookup).item() == pytest.approx(49.0)
+    apart = Lookup(
+        layout, torch.tensor([2, 1]), torch.tensor([0, 1, 2]), torch.tensor([[3.0, 4.0]])
+    )
+    assert square_norms(apart).item() == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_that_were_read_are_listed_though_their_sum_is_zero(name: str) -> None:
+    lookup = make(LAYOUTS[name], 4, weighted=False, mean=False)
+    found = clipped_row_gradients(lookup, torch.zeros(B, dtype=torch.float64))
+    listed = torch.cat([g.rows_U + s for g, s in zip(found, lookup.layout.first_row)])
+    assert torch.equal(listed, lookup.row_L.unique())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("examples", [0, 3])
+def test_empty_batches_and_empty_bags_give_nothing(name: str, examples: int) -> None:
+    layout = LAYOUTS[name]
+    width = sum(layout.widths[t] for t in layout.table_of_feature)
+    bags = len(layout.table_of_feature) * examples
+    lookup = Lookup(
+        layout,
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(bags + 1, dtype=torch.int64),
+        torch.ones(examples, width),
+    )
+    assert square_norms(lookup).tolist() == [0.0] * examples
+    assert all(g.rows_U.numel() == 0 for g in clipped_row_gradients(lookup, torch.ones(examples)))
+
+
+def fast_path(**kwargs: Any) -> Lookup:
+    return make(LAYOUTS["one table per feature"], 1, weighted=False, mean=False, **kwargs)
+
+
+def test_the_fast_path_is_the_general_one() -> None:
+    lookup = fast_path()
+    everything = torch.ones(
+        sum(lookup.layout.num_rows), dtype=torch.bool
+    )  # forces the general path
+    torch.testing.assert_close(square_norms(lookup), square_norms(lookup, everything))
