@@ -1,8 +1,8 @@
 """Exact per-example norms of the embedding gradient, without building it.
 
 The gradient of example b on row r is the sum over b's lookups of r of coefficient * G, where G is
-the gradient of the bag that the lookup fed. Lookups of one row add up *before* they are squared: three
-hits on a row weigh 9, not 3, and features that share a table meet on its rows.
+the gradient of the bag that the lookup fed. Lookups of one row add up *before* they are squared:
+three hits on a row weigh 9, not 3, and features that share a table meet on its rows.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class NoiseSource(Protocol):
     """
 
     def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
-        """Overwrite `out_RD`; `rows_R` are its rows' global numbers, else the shard's first ones."""
+        """Overwrite `out_RD`; `rows_R` are the global numbers of its rows, if not the first."""
         ...
 
 

@@ -1,0 +1,316 @@
+"""Per-example norms and clipped sums of dense layers from one backward pass.
+
+`DenseCapture` watches every torch call of the forward pass that reads a dense parameter, whatever
+module makes it: `nn.Linear`, a cross network's own `F.linear`, a weight that two layers share. The
+call runs on a detached parameter, so that the backward pass computes no weight gradient at all; it
+only leaves behind the gradient of the call's output. Norms come from these, and once the clip
+factors are known, so does the clipped sum: one matrix product per layer, the work of the ordinary
+weight gradient.
+
+References: Goodfellow 2015 (arXiv:1510.01799); Li et al. 2022, ghost clipping (arXiv:2110.05679);
+Bu et al. 2023, book-keeping (arXiv:2210.00038).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_dpsparse.engine.uses import (
+    General,
+    Normalised,
+    Product,
+    Rows,
+    Use,
+    operation_name,
+)
+
+# B examples, T positions of an example, I and O inputs and outputs, D width of a row
+
+MOST_NUMBERS_PER_EXAMPLE = 1 << 16
+"""Parameters up to this size may have their per-example gradients built."""
+
+_REFUSED = {
+    nn.modules.batchnorm._BatchNorm: "mixes the examples of a batch. Use LayerNorm",
+    nn.RNNBase: "hides its steps in one kernel. Build it from nn.Linear",
+    nn.MultiheadAttention: "hides its products in one call. Build attention from nn.Linear",
+}
+
+
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers whose per-example gradients do not exist or cannot be seen."""
+    for path, layer in module.named_modules():
+        for kind, fault in _REFUSED.items():
+            if isinstance(layer, kind):
+                raise ValueError(
+                    f"Expected layers that treat each example by itself, found "
+                    f"{type(layer).__name__} at {path!r}, which {fault}."
+                )
+
+
+class DenseCapture(TorchFunctionMode):
+    """Records how each parameter is used while it is active. Use it around one forward pass."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters = dict(parameters)
+        self.clear()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or not any(self._mine(args, kwargs)):
+            return func(*args, **kwargs)
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func is F.layer_norm:
+            return self._layer_norm(*args, **kwargs)
+        return self._other(func, args, kwargs)
+
+    def clear(self) -> None:
+        """Forget a step."""
+        self._name = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._uses: dict[str, list[tuple[str, Use]]] = {name: [] for name in self.parameters}
+        self._slices: dict[str, _Slice] = {}
+
+    def square_norms(self, num_examples: int) -> Iterator[tuple[str, Tensor]]:
+        """(name, squared norms (B,)) of every parameter that took part.
+
+        A parameter that was read in slices comes up once for each of them.
+        """
+        for name, uses in self._uses.items():
+            live = self._live(name, uses, num_examples)
+            if live:
+                base = self._slices[name].base if name in self._slices else name
+                yield base, self._square_norm(name, live)
+
+    def clipped_sum(self, name: str, factors_B: Tensor) -> Tensor:
+        """sum_b f_b g_b for one parameter; zero if no example touched it."""
+        total = torch.zeros_like(self.parameters[name])
+        self._add_weighted(total, name, factors_B)
+        for key, part in self._slices.items():
+            if part.base == name:
+                self._add_weighted(total[part.index], key, factors_B)
+        return total
+
+    def _add_weighted(self, total: Tensor, key: str, factors_B: Tensor) -> None:
+        for role, use in self._uses[key]:
+            if use.gradient is not None:
+                total += _weighted(role, use, factors_B, total)
+
+    def check_nothing_escaped(self) -> None:
+        """Every use must have been seen: autograd itself may not have reached a parameter."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"Expected every use of {name!r} to pass through a torch function, found a "
+                    "gradient that did not. Do not cache views of parameters between steps."
+                )
+
+    # ---- recording ------------------------------------------------------------------------------
+
+    def _mine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[bool]:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                yield id(value) in self._name
+            elif isinstance(value, (list, tuple)):
+                yield from (isinstance(v, Tensor) and id(v) in self._name for v in value)
+
+    def _record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
+        """Note the use, and hand back what the call may read instead of the parameter."""
+        if id(parameter) not in self._name:
+            return parameter
+        self._uses[self._name[id(parameter)]].append((role, use))
+        return parameter.detach()
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        use = Product("linear", inputs=input.detach())
+        out = F.linear(input, self._record(weight, "weight", use), self._record(bias, "bias", use))  # type: ignore[arg-type]
+        return use.watch(out)
+
+    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        use = Rows("embedding", ids=input)
+        return use.watch(F.embedding(input, self._record(weight, "rows", use), *args, **kwargs))
+
+    def _layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: list[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        use = Normalised(
+            "layer_norm", inputs=input.detach(), shape=tuple(normalized_shape), eps=eps
+        )
+        scale = self._record(weight, "scale", use) if weight is not None else None
+        shift = self._record(bias, "shift", use) if bias is not None else None
+        return use.watch(F.layer_norm(input, normalized_shape, scale, shift, eps))
+
+    def _other(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Sizes, devices and the like pass; arithmetic on one small parameter is recorded."""
+        out = func(*args, **kwargs)
+        what = operation_name(func)
+        values = [*args, *kwargs.values()]
+        mine = [v for v in values if isinstance(v, Tensor) and id(v) in self._name]
+        if what == "__getitem__" and isinstance(args[1], int) and mine and isinstance(out, Tensor):
+            return self._slice(args[0], args[1])
+        if not isinstance(out, Tensor) or not (
+            out.requires_grad or (mine and out.is_floating_point())
+        ):
+            return out
+        if what == "detach":
+            return out
+        batched = [
+            v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
+        ]
+        small = len(mine) == 1 and mine[0].numel() <= MOST_NUMBERS_PER_EXAMPLE
+        if not small or not batched or not out.dim():
+            raise ValueError(
+                "Expected dense parameters in nn.Linear, LayerNorm, nn.Embedding, or in arithmetic "
+                f"of up to {MOST_NUMBERS_PER_EXAMPLE:,} numbers with a batch, found {what!r} on "
+                f"{[self._name[id(v)] for v in mine] or 'a list of them'}. Rewrite it with "
+                "F.linear, or freeze it."
+            )
+        index = next(i for i, v in enumerate(values) if v is mine[0])
+        names = list(kwargs)
+
+        def run(parameter: Tensor, inputs: list[Tensor]) -> Tensor:
+            rest = iter(inputs)
+            given = [
+                parameter if i == index else next(rest) if isinstance(v, Tensor) and v.dim() else v
+                for i, v in enumerate(values)
+            ]
+            positional, named = given[: len(args)], dict(zip(names, given[len(args) :]))
+            result: Tensor = func(*positional, **named)
+            return result
+
+        inputs = tuple(value.detach() for value in batched)
+        use = General(what, run=run, parameter=mine[0].detach(), inputs=inputs)
+        return use.watch(run(self._record(mine[0], "general", use), batched))
+
+    def _slice(self, parameter: Tensor, index: int) -> Tensor:
+        """parameter[index] as a parameter of its own. Distinct integers never overlap."""
+        name = self._name[id(parameter)]
+        owner = self._slices.get(name)
+        base, above = (owner.base, owner.index) if owner else (name, ())
+        where = (*above, index % len(parameter))
+        key = f"{name}[{where[-1]}]"
+        if key not in self._slices:
+            part = _Slice(base, where, parameter.detach()[where[-1]])
+            self._slices[key], self._uses[key] = part, []
+            self._name[id(part.value)] = key
+        return self._slices[key].value
+
+    # ---- norms and sums -------------------------------------------------------------------------
+
+    def _live(
+        self, name: str, uses: list[tuple[str, Use]], num_examples: int
+    ) -> list[tuple[str, Use]]:
+        """Uses that reached the loss, each with the batch in front."""
+        live = [(role, use) for role, use in uses if use.gradient is not None]
+        for _, use in live:
+            assert use.gradient is not None
+            found = {*use.first_dimensions(), use.gradient.shape[0]}
+            if found != {num_examples}:
+                raise ValueError(
+                    f"Expected the batch of {num_examples} examples as the first dimension of "
+                    f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
+                    "first dimension, and let no layer run without them."
+                )
+        if live and any(key.startswith(f"{name}[") and self._uses[key] for key in self._slices):
+            raise ValueError(f"Expected {name!r} read whole or in slices, found both.")
+        return live
+
+    def _square_norm(self, name: str, uses: list[tuple[str, Use]]) -> Tensor:
+        parameter = self._slices[name].value if name in self._slices else self.parameters[name]
+        roles = {role for role, _ in uses}
+        if roles == {"weight"}:
+            pairs = [use.factors() for _, use in uses if isinstance(use, Product)]
+            return _outer_square_norm([a for a, _ in pairs], [g for _, g in pairs])
+        if roles == {"rows"}:
+            pairs = [use.pairs() for _, use in uses if isinstance(use, Rows)]
+            return _row_square_norm([i for i, _ in pairs], [g for _, g in pairs], len(parameter))
+        if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
+            raise ValueError(
+                f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
+                f"{sorted(use.what for _, use in uses)}. Give each layer a weight of its own."
+            )
+        total = sum(_per_example(role, use, parameter) for role, use in uses)
+        assert isinstance(total, Tensor)
+        return total.square().sum(1)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """An integer index into a parameter, kept alive so that its identity stays its own."""
+
+    base: str
+    index: tuple[int, ...]
+    value: Tensor
+
+
+def _weighted(role: str, use: Use, factors_B: Tensor, like: Tensor) -> Tensor:
+    """sum_b f_b g_b of one use."""
+    if role == "weight" and isinstance(use, Product):
+        a, g = use.factors()
+        return (g * factors_B[:, None, None]).flatten(0, 1).T @ a.flatten(0, 1)
+    if role == "rows" and isinstance(use, Rows):
+        ids, g = use.pairs()
+        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
+        return torch.zeros_like(like).index_add_(0, ids.flatten(), scaled)
+    return (factors_B @ _per_example(role, use, like)).view_as(like)
+
+
+def _per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
+    """Per-example gradients (B, numbers), for parameters small enough."""
+    if isinstance(use, Normalised):
+        return use.per_example(scale=role == "scale")
+    if isinstance(use, General):
+        return use.per_example()
+    if isinstance(use, Product):
+        a, g = use.factors()
+        return g.sum(1) if role == "bias" else torch.einsum("bto,bti->boi", g, a).flatten(1)
+    assert isinstance(use, Rows)
+    ids, g = use.pairs()
+    each = g.new_zeros(ids.shape[0], *parameter.shape)
+    examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
+    return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
+
+
+def _outer_square_norm(inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    """|| sum_t g_t a_t^T ||^2 for every example, over all uses of one weight."""
+    a, g = torch.cat(inputs, dim=1), torch.cat(gradients, dim=1)
+    positions = a.shape[1]
+    if positions == 1:
+        square_a = torch.linalg.vector_norm(a, dim=(1, 2)).square_()
+        return torch.linalg.vector_norm(g, dim=(1, 2)).square_().mul_(square_a)
+    if positions * positions <= a.shape[2] * g.shape[2]:
+        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2))  # the T x T Gram matrices are smaller
+    return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
+
+
+def _row_square_norm(ids: list[Tensor], gradients: list[Tensor], num_rows: int) -> Tensor:
+    """Positions that read one row add up before they are squared."""
+    ids_BT, g_BTD = torch.cat(ids, dim=1), torch.cat(gradients, dim=1)
+    examples = torch.arange(ids_BT.shape[0], device=ids_BT.device)[:, None]
+    key, position = torch.unique(examples * num_rows + ids_BT, return_inverse=True)
+    summed = g_BTD.new_zeros(key.numel(), g_BTD.shape[2])
+    summed.index_add_(0, position.flatten(), g_BTD.flatten(0, 1))
+    squares = torch.linalg.vector_norm(summed, dim=1).square_()
+    return g_BTD.new_zeros(ids_BT.shape[0]).index_add_(0, key // num_rows, squares)

@@ -1,0 +1,274 @@
+"""Norms and clipped sums of dense layers against autograd, one example at a time, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.modules.crossnet import (
+    CrossNet,
+    LowRankCrossNet,
+    LowRankMixtureCrossNet,
+    VectorCrossNet,
+)
+
+from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
+
+B = 5
+
+
+class Attention(nn.Module):
+    """Self-attention from Linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = torch.softmax(self.q(x) @ self.k(x).mT, dim=-1)
+        return (score @ self.v(x)).flatten(1)
+
+
+class Twice(nn.Module):
+    """One Linear used twice, on one and on several positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x))).mean(1) + self.layer(x[:, 0])
+
+
+class Tied(nn.Module):
+    """One matrix as embedding and as output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.rows(ids).mean(1), self.rows.weight)
+
+
+class Raw(nn.Module):
+    """Parameters in bare arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(3, 4))
+        self.matrix = nn.Parameter(torch.rand(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.scale * x + self.shift) @ self.matrix).flatten(1)
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)  # computed, but not part of the loss
+        return self.used(x)
+
+
+def vectors() -> Tensor:
+    return torch.randn(B, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def positions() -> Tensor:
+    return torch.randn(B, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def many_positions() -> Tensor:
+    return torch.randn(B, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def ids() -> Tensor:
+    return torch.tensor([[0, 0, 0], [1, 2, 1], [6, 5, 4], [3, 3, 0], [2, 2, 2]])
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(True), nn.Linear(6, 2)), vectors),
+    "no bias": (lambda: nn.Linear(4, 6, bias=False), vectors),
+    "positions": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Flatten()), positions),
+    "many positions": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Flatten()), many_positions),
+    "four dimensions": (lambda: nn.Sequential(nn.Linear(2, 3), nn.Flatten()),
+                        lambda: positions().view(B, 3, 2, 2)),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), vectors),
+    "layer norm on positions": (lambda: nn.Sequential(nn.LayerNorm((3, 4)), nn.LayerNorm(4)),
+                                positions),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 2)), ids),
+    "attention": (Attention, positions),
+    "used twice": (Twice, positions),
+    "tied": (Tied, ids),
+    "bare arithmetic": (Raw, positions),
+    "unused": (WithUnused, vectors),
+    "cross network": (lambda: CrossNet(4, 2), vectors),
+    "low-rank cross network": (lambda: LowRankCrossNet(4, 2, 2), vectors),
+    "vector cross network": (lambda: VectorCrossNet(4, 2), vectors),
+    "mixture cross network": (lambda: LowRankMixtureCrossNet(4, 2, 2, 2), vectors),
+}  # fmt: skip
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """One loss per example, of a shape that makes gradients differ between examples."""
+    out = model(x).flatten(1)
+    return (out.square() * torch.arange(1, out.shape[1] + 1)).sum(1)
+
+
+def autograd(model: nn.Module, x: Tensor) -> dict[str, list[Tensor]]:
+    gradients: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for b in range(len(x)):
+        loss = loss_of(model, x[b : b + 1])[0]
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        for (name, parameter), gradient in zip(model.named_parameters(), found):
+            gradients[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    return gradients
+
+
+def capture_step(model: nn.Module, x: Tensor) -> DenseCapture:
+    capture = DenseCapture(dict(model.named_parameters()))
+    with capture:
+        loss = loss_of(model, x)
+    loss.sum().backward()
+    capture.check_nothing_escaped()
+    return capture
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_norms_and_sums_match_autograd(name: str) -> None:
+    torch.manual_seed(0)
+    build, data = CASES[name]
+    model, x = build().double(), data()
+    expected = autograd(model, x)
+    capture = capture_step(model, x)
+    norms = dict(capture.square_norms(B))
+    factors = torch.linspace(0.1, 1.0, B, dtype=torch.float64)
+    for parameter, each in expected.items():
+        squares = torch.stack([g.square().sum() for g in each])
+        found = norms.get(parameter, torch.zeros(B, dtype=torch.float64))
+        torch.testing.assert_close(found, squares, rtol=1e-9, atol=1e-12)
+        total = sum(f * g for f, g in zip(factors, each))
+        torch.testing.assert_close(
+            capture.clipped_sum(parameter, factors), total, rtol=1e-9, atol=1e-12
+        )
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_can_be_forgotten() -> None:
+    model = nn.Linear(4, 2).double()
+    capture = capture_step(model, vectors())
+    capture.clear()
+    assert dict(capture.square_norms(B)) == {}
+    assert capture.clipped_sum("weight", torch.ones(B)).abs().max() == 0
+
+
+def test_nothing_is_recorded_without_gradients() -> None:
+    model = nn.Linear(4, 2).double()
+    capture = DenseCapture(dict(model.named_parameters()))
+    with capture, torch.no_grad():
+        model(vectors())
+    assert dict(capture.square_norms(B)) == {}
+
+
+def test_the_empty_batch_has_empty_norms_and_zero_sums() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1)).double()
+    capture = capture_step(model, vectors()[:0])
+    assert all(squares.shape == (0,) for _, squares in capture.square_norms(0))
+    zero = capture.clipped_sum("0.weight", torch.zeros(0, dtype=torch.float64))
+    assert torch.equal(zero, torch.zeros(3, 4, dtype=torch.float64))
+
+
+class Folded(nn.Module):
+    """Folds positions into the batch, so that a row is no longer an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).view(len(x), -1)
+
+
+class Positional(nn.Module):
+    """A table of positions that is read without the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.table(torch.arange(3))).flatten(1)
+
+
+class Mixing(nn.Module):
+    """Arithmetic that lets examples see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, self.weight, training=True)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "message"),
+    [
+        (Folded(), positions(), r"of 'linear' on 'layer.weight', found sizes \[15\]"),
+        (Positional(), positions(), "of 'embedding' on 'table.weight', found sizes"),
+        (Mixing(), vectors(), "found 'batch_norm', which"),
+        (Transposed(), vectors(), r"found .* on \['weight'\]. Rewrite it with F.linear"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_has_no_per_example_gradient_is_refused(
+    model: nn.Module, x: Tensor, message: str
+) -> None:
+    def run() -> None:
+        list(capture_step(model.double(), x).square_norms(B))
+
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+def test_a_use_behind_our_back_is_found() -> None:
+    model = nn.Linear(4, 2).double()
+    view = model.weight * 1.0  # made before the capture began
+    capture = DenseCapture(dict(model.named_parameters()))
+    with capture:
+        loss = (vectors() @ view.T).sum()
+    loss.backward()
+    with pytest.raises(ValueError, match="Expected every use of 'weight'"):
+        capture.check_nothing_escaped()
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            nn.BatchNorm1d(3),
+            "BatchNorm1d at '0', which mixes the examples of a batch. Use LayerNorm",
+        ),
+        (nn.LSTM(3, 3), "LSTM at '0'"),
+        (nn.MultiheadAttention(4, 2), "MultiheadAttention at '0'"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_layers_are_refused_by_name(layer: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layers(nn.Sequential(layer))
