@@ -147,7 +147,9 @@ def test_norms_and_sums_match_autograd(name: str) -> None:
     model, x = build().double(), data()
     expected = autograd(model, x)
     capture = capture_step(model, x)
-    norms = dict(capture.square_norms(B))
+    norms: dict[str, Tensor] = {}
+    for parameter, squares in capture.square_norms(B):
+        norms[parameter] = norms.get(parameter, 0) + squares
     factors = torch.linspace(0.1, 1.0, B, dtype=torch.float64)
     for parameter, each in expected.items():
         squares = torch.stack([g.square().sum() for g in each])
