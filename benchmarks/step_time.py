@@ -2,6 +2,9 @@
 
 bare      a TorchRec loop without Lightning: sharded DLRM, fused SGD
 torchrec  the same model through Trainer and DPSparseStrategy(privacy=None)
+clip      private without noise: clipping alone
+eana      clipping, and noise on the rows that were read (not private)
+dpsgd     clipping, and noise on every row
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from benchmarks.harness import (
     print_table,
     write_json_lines,
 )
-from lightning_dpsparse import DPSparseStrategy, FusedOptimizer
+from lightning_dpsparse import DPSGD, EANA, DPSparseStrategy, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.recipe import quiet
 from lightning_dpsparse.sharded.shards import tables_on_meta
@@ -82,6 +85,9 @@ class Workload:
         ]
 
 
+ModeMaker = Callable[[Workload], Mode]
+
+
 def bare(workload: Workload) -> Mode:
     """TorchRec as its own examples use it."""
 
@@ -118,16 +124,23 @@ def bare(workload: Workload) -> Mode:
     return run
 
 
-def torchrec(workload: Workload) -> Mode:
-    """The same through Lightning, without privacy: the yardstick of every private mode."""
+def through_lightning(mechanism: DPSGD | EANA | None, noise: float = 0.8) -> ModeMaker:
+    """The same through Lightning; without a mechanism, the yardstick of every private mode."""
 
-    def run(feed: Feed) -> None:
-        strategy = DPSparseStrategy(
-            fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE)
-        )
-        _trainer(strategy).fit(workload.module(), feed)
+    def make(workload: Workload) -> Mode:
+        def run(feed: Feed) -> None:
+            plan = mechanism and PrivacyPlan(
+                mechanism=mechanism, noise_multiplier=noise, expected_batch_size=workload.batch
+            )
+            strategy = DPSparseStrategy(
+                privacy=plan,
+                fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE),
+            )
+            _trainer(strategy).fit(workload.module(), feed)
 
-    return run
+        return run
+
+    return make
 
 
 def _trainer(strategy: DPSparseStrategy) -> Trainer:
@@ -143,7 +156,13 @@ def _trainer(strategy: DPSparseStrategy) -> Trainer:
     )
 
 
-MODES: dict[str, Callable[[Workload], Mode]] = {"bare": bare, "torchrec": torchrec}
+MODES: dict[str, ModeMaker] = {
+    "bare": bare,
+    "torchrec": through_lightning(None),
+    "clip": through_lightning(EANA(), noise=0.0),
+    "eana": through_lightning(EANA()),
+    "dpsgd": through_lightning(DPSGD()),
+}
 
 
 def measure(modes: list[str], workload: Workload, steps: int) -> list[dict[str, Any]]:

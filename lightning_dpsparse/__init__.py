@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dpsparse.mechanisms.dpsgd import DPSGD
+    from lightning_dpsparse.mechanisms.eana import EANA
+    from lightning_dpsparse.plan import PrivacyPlan
     from lightning_dpsparse.plugin.callbacks import PredictionWriter
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
     from lightning_dpsparse.sharded.fused import FusedOptimizer
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
 
 _HOME = {
+    "DPSGD": "lightning_dpsparse.mechanisms.dpsgd",
+    "EANA": "lightning_dpsparse.mechanisms.eana",
+    "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
     "Placement": "lightning_dpsparse.sharded.placement",
@@ -28,10 +34,13 @@ _HOME = {
 }
 
 __all__ = [
+    "DPSGD",
+    "EANA",
     "DPSparseStrategy",
     "FusedOptimizer",
     "Placement",
     "PredictionWriter",
+    "PrivacyPlan",
     "TablePlacement",
     "__version__",
 ]

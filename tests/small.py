@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement
+from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement, PrivacyPlan
 from lightning_dpsparse.sharded.shards import local_kernels
 
 # name, rows, width, features
@@ -157,6 +157,7 @@ def make_trainer(
     optimizer: FusedOptimizer | None = None,
     uneven_loaders: Any = "raise",
     hosts: int = 1,
+    privacy: PrivacyPlan | None = None,
     **kwargs: Any,
 ) -> Trainer:
     settings: dict[str, Any] = {
@@ -168,6 +169,7 @@ def make_trainer(
     }
     return Trainer(
         strategy=DPSparseStrategy(
+            privacy=privacy,
             placement=placement,
             fused_optimizer=optimizer or FusedOptimizer(kind="sgd", learning_rate=0.1),
             uneven_loaders=uneven_loaders,

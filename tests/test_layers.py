@@ -15,6 +15,8 @@ ORDER = [
     "hashing",
     "noise",
     "engine",
+    "mechanisms",
+    "plan",
     "version",
     "sharded",
     "plugin",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 
 class Clipping(Protocol):
     """Factors f with sum over groups k of (f_kb n_kb)^2 <= C^2 for every example b."""
+
+    @property
+    def num_groups(self) -> int: ...
 
     def groups_of(self, names: list[str]) -> list[int]:
         """The group of each table or dense parameter."""
@@ -38,6 +41,8 @@ class FlatClipping:
     >>> FlatClipping().factors(torch.tensor([[16.0, 0.25, torch.inf]]), 1.0)
     tensor([[0.2500, 1.0000, 0.0000]])
     """
+
+    num_groups: ClassVar[int] = 1
 
     def groups_of(self, names: list[str]) -> list[int]:
         return [0] * len(names)
@@ -65,6 +70,8 @@ class AutomaticClipping:
         if self.stability <= 0:
             raise ValueError(f"Expected stability > 0, found {self.stability}.")
 
+    num_groups: ClassVar[int] = 1
+
     def groups_of(self, names: list[str]) -> list[int]:
         return [0] * len(names)
 
@@ -87,6 +94,10 @@ class GroupClipping:
     def __post_init__(self) -> None:
         if not self.shares or min(self.shares.values()) <= 0:
             raise ValueError(f"Expected positive shares, found {dict(self.shares)}.")
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.shares)
 
     def groups_of(self, names: list[str]) -> list[int]:
         patterns = list(self.shares)

@@ -111,6 +111,13 @@ class DenseCapture(TorchFunctionMode):
             if use.gradient is not None:
                 total += _weighted(role, use, factors_B, total)
 
+    def drop_examples(self, bad_B: Tensor) -> None:
+        """Leave out examples whose gradient is not finite: zero times infinity is not zero."""
+        for _, use in {
+            id(use): (role, use) for uses in self._uses.values() for role, use in uses
+        }.values():
+            use.drop(bad_B)
+
     def check_nothing_escaped(self) -> None:
         """Every use must have been seen: autograd itself may not have reached a parameter."""
         for name, parameter in self.parameters.items():

@@ -38,6 +38,11 @@ class Use:
         output.register_hook(keep)
         return output
 
+    def drop(self, bad_B: Tensor) -> None:
+        """Forget some examples, inputs included."""
+        if self.gradient is not None:
+            self.gradient = _without(self.gradient, bad_B)
+
     def first_dimensions(self) -> list[int]:
         """First dimensions of inputs and output: each must be the batch."""
         raise NotImplementedError
@@ -48,6 +53,11 @@ class Product(Use):
     """`F.linear`: example b has sum_t g_bt a_bt^T on the weight and sum_t g_bt on the bias."""
 
     inputs: Tensor | None = None
+
+    def drop(self, bad_B: Tensor) -> None:
+        super().drop(bad_B)
+        assert self.inputs is not None
+        self.inputs = _without(self.inputs, bad_B)
 
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
@@ -86,6 +96,11 @@ class Normalised(Use):
     shape: tuple[int, ...] = ()
     eps: float = 1e-5
 
+    def drop(self, bad_B: Tensor) -> None:
+        super().drop(bad_B)
+        assert self.inputs is not None
+        self.inputs = _without(self.inputs, bad_B)
+
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
         return [self.inputs.shape[0] if self.inputs.dim() > len(self.shape) else -1]
@@ -108,6 +123,10 @@ class General(Use):
     """The operation as a function of the parameter and of its batched inputs."""
     parameter: Tensor | None = None
     inputs: tuple[Tensor, ...] = ()
+
+    def drop(self, bad_B: Tensor) -> None:
+        super().drop(bad_B)
+        self.inputs = tuple(_without(value, bad_B) for value in self.inputs)
 
     def first_dimensions(self) -> list[int]:
         return [value.shape[0] for value in self.inputs] or [-1]
@@ -138,6 +157,10 @@ class General(Use):
             f"Expected operations that treat each example by itself, found {self.what!r}, which "
             f"{fault}. Use nn.Linear, LayerNorm or nn.Embedding."
         )
+
+
+def _without(value: Tensor, bad_B: Tensor) -> Tensor:
+    return torch.where(bad_B.view(-1, *[1] * (value.dim() - 1)), 0.0, value)
 
 
 def _positions(value: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from torch import nn
+from torch import Tensor, nn
 
 
 def check_module_class(module: object) -> None:
@@ -34,6 +34,15 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
         )
+
+
+def one_loss_per_example(loss: Tensor) -> Tensor:
+    if loss.ndim == 1:
+        return loss
+    raise ValueError(
+        f"Expected one loss per example (1-D), found shape {tuple(loss.shape)}. Return the loss "
+        "with reduction='none', reduced over everything but the batch."
+    )
 
 
 def check_layers(module: LightningModule, *, sync_batchnorm: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +15,19 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.placement import Placement
+from lightning_dpsparse.sharded.private import PrivateSteps
 
 
 class DPSparseStrategy(DDPStrategy):
@@ -35,7 +37,7 @@ class DPSparseStrategy(DDPStrategy):
     `configure_optimizers`, and a `training_step` that returns one loss per example (or a mean).
 
     Args:
-        privacy: The privacy plan. Only None, plain TorchRec training, in this version.
+        privacy: The privacy plan. None is plain TorchRec training.
         placement: Where the tables go. By default TorchRec's planner decides.
         fused_optimizer: How the tables learn.
         uneven_loaders: What to do with loaders that give ranks different numbers of batches.
@@ -48,7 +50,7 @@ class DPSparseStrategy(DDPStrategy):
 
     def __init__(
         self,
-        privacy: None = None,
+        privacy: PrivacyPlan | None = None,
         placement: Placement | None = None,
         fused_optimizer: FusedOptimizer | None = None,
         uneven_loaders: Literal["raise", "truncate"] = "raise",
@@ -59,11 +61,9 @@ class DPSparseStrategy(DDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )
-        if privacy is not None:
-            raise ValueError(
-                f"Expected privacy=None, found {type(privacy).__name__}: this version trains "
-                "without privacy only."
-            )
+        self.privacy = privacy
+        self._private: PrivateSteps | None = None
+        self._batch_size: int | None = None
         self.placement = placement or Placement()
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
         self.uneven_loaders = uneven_loaders
@@ -140,6 +140,8 @@ class DPSparseStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.module.trainer
         if trainer.training:
+            size = getattr(dataloader, "batch_size", None)
+            self._batch_size = size * self.world_size if size else None
             progress = trainer.fit_loop.epoch_loop.batch_progress
             return loaders.training_loader(
                 dataloader,
@@ -154,9 +156,24 @@ class DPSparseStrategy(DDPStrategy):
     # ---- one step -------------------------------------------------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        if self.privacy is None:
+            return
+        expected = self.privacy.expected_batch_size or self._batch_size
+        if expected is None:
+            raise ValueError(
+                "Expected a batch size to divide by, found a loader without one. Set "
+                "expected_batch_size in the privacy plan."
+            )
+        self._private = PrivateSteps(self.module, self.privacy, expected)
+        for warning in self.privacy.warnings():
+            rank_zero_warn(warning)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._follow_schedule()
-        return super().training_step(*args, **kwargs)
+        with self._private.capture() if self._private is not None else nullcontext():
+            return super().training_step(*args, **kwargs)
 
     def _follow_schedule(self) -> None:
         """Scale the tables' learning rate as the module's scheduler scales its own."""
@@ -175,24 +192,25 @@ class DPSparseStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Backward of the mean loss over all ranks' examples; the tables are updated on the way."""
+        """Backward of the mean loss over all ranks' examples; the tables are updated on the way.
+
+        Privately, every hook after this one sees noisy gradients only.
+        """
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        self.precision_plugin.backward(
-            self._global_mean(loss), self.module, optimizer, *args, **kwargs
-        )
-        build.sum_gradients(self._dense_parameters)
+        if self._private is not None:
+            self._private.step(refusals.one_loss_per_example(loss))
+        else:
+            mean = self._global_mean(loss)
+            self.precision_plugin.backward(mean, self.module, optimizer, *args, **kwargs)
+            build.sum_gradients(self._dense_parameters)
         return self.precision_plugin.post_backward(loss, self.module)
 
     def _global_mean(self, loss: Tensor) -> Tensor:
         """This rank's share of the mean: summed over ranks, it is the mean over all examples."""
         if loss.ndim == 0:
             return loss / self.world_size
-        if loss.ndim == 1:
-            return loss.sum() / build.global_count(loss.numel(), loss.device)
-        raise ValueError(
-            f"Expected one loss per example (1-D), found shape {tuple(loss.shape)}. Use "
-            "reduction='none' and reduce over everything but the batch."
-        )
+        loss = refusals.one_loss_per_example(loss)
+        return loss.sum() / build.global_count(loss.numel(), loss.device)
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -238,6 +256,7 @@ class DPSparseStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Leave the module where it is: sharded tables cannot move to another device."""
+        self._private = None
         build.divide_gradients_by_world_size(True)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

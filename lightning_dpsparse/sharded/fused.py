@@ -120,3 +120,4 @@ def kernel_steps(module: nn.Module) -> int:
 def set_kernel_steps(module: nn.Module, steps: int) -> None:
     for _, kernel in local_kernels(module):
         kernel.emb_module.set_optimizer_step(steps)
+        kernel.emb_module.iter_cpu.fill_(steps)  # what the kernel itself reads

@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
@@ -21,6 +18,8 @@ from torchrec.distributed.sharding_plan import column_wise, table_wise
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from lightning_dpsparse.sharded.seam import ShardedTables
 
 PlacementKind = Literal[
     "auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid"
@@ -72,17 +71,6 @@ class Placement:
     def of(self, table: str) -> TablePlacement:
         choice = self.tables.get(table, self.default)
         return choice if isinstance(choice, TablePlacement) else TablePlacement(kind=choice)
-
-
-class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection, without its own initial values.
-
-    TorchRec draws every shard from the rank's generator (equal halves on equal seeds) and hands
-    initialisers a flat view of the rows. `initialise_shards` fills the tables instead.
-    """
-
-    def reset_parameters(self) -> None:
-        """Nothing: see above."""
 
 
 class FusedSharder(EmbeddingBagCollectionSharder):

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement, TablePlacement
+from lightning_dpsparse import FusedOptimizer, Placement, TablePlacement
 from tests.ranks import Ranks
 from tests.small import SmallModule, loader, make_trainer
 
@@ -213,11 +213,6 @@ def test_a_loss_of_two_dimensions_is_refused(one_rank: Ranks) -> None:
 
 def test_an_optimizer_over_tables_alone_is_refused(one_rank: Ranks) -> None:
     refused(one_rank, "optimizer got an empty parameter list", OnlyTables())
-
-
-def test_private_training_is_refused_until_it_exists() -> None:
-    with pytest.raises(ValueError, match="trains without privacy only"):
-        DPSparseStrategy(privacy=object())  # type: ignore[arg-type]
 
 
 def fit_other_lightning() -> None:

@@ -1,0 +1,198 @@
+"""The private step, on a page.
+
+Every rank holds the rows that it owns, and a local batch. It has run the forward pass: the tables'
+lookups ended in detached leaves, and every dense call was recorded. What remains is `private_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.clipping import Clipping
+from lightning_dpsparse.engine.ghost import DenseCapture
+from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.engine.norms import square_norms
+from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
+from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.noise.sources import NoiseSource
+
+# B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step needs to know of the plan. Constant for a run."""
+
+    mechanism: Mechanism
+    clipping: Clipping
+    clip_norm: float
+    noise_multiplier: float
+    expected_batch: float
+
+    @property
+    def noise_stddev(self) -> float:
+        """Of the noise on the mean gradient: sigma C / (q N)."""
+        if self.noise_multiplier == 0:
+            return 0.0  # also where nothing is clipped
+        return self.noise_multiplier * self.clip_norm / self.expected_batch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank's examples stand among those of all ranks, and how ranks add up."""
+
+    num_examples: int
+    first_example: int
+    sum: Callable[[Tensor], None]
+    """Add a tensor up over all ranks, in place."""
+
+
+class Read(Protocol):
+    """What one kernel read on this rank, for the examples of all ranks."""
+
+    @property
+    def table_names(self) -> Sequence[str]: ...
+    @property
+    def corners(self) -> Sequence[tuple[int, int]]:
+        """First row and column of each table's piece here."""
+        ...
+
+    @property
+    def order_B(self) -> Tensor | None:
+        """Example of each bag column; None if columns are in the examples' order."""
+        ...
+
+    def lookup(self) -> Lookup: ...
+    def apply(self, gradients: list[RowGradient]) -> None:
+        """Give the fused optimizer a gradient on rows of each table, in one call."""
+        ...
+
+
+def private_step(
+    loss_n: Tensor,
+    reads: Sequence[Read],
+    dense: DenseCapture,
+    recipe: Recipe,
+    ranks: Ranks,
+    noise: NoiseSource,
+    step: int,
+) -> None:
+    """Update the tables, and leave the dense parameters' private gradients in `.grad`.
+
+    g~ = (1 / expected batch) * (sum_b f_b g_b + N(0, sigma^2 C^2)),  f_b from the example's norm
+
+    Guarantees: before noise, adding or removing one example moves g~, over all tables, ranks and
+    dense layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant
+    of the run, never the number of examples drawn. No optimizer sees anything but g~.
+    """
+    # 1. One backward pass. It leaves a gradient at every lookup and at every dense call.
+    loss_n.sum().backward()
+    dense.check_nothing_escaped()
+    mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
+    lookups = [read.lookup() for read in reads]
+
+    # 2. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
+    #    see of every example, and one all-reduce tells every rank every example's norm.
+    group = _groups(reads, dense, recipe.clipping)
+    squares_KB = loss_n.new_zeros(recipe.clipping.num_groups, ranks.num_examples)
+    for read, lookup in zip(reads, lookups):
+        for k, squares_B in enumerate(squares_KB):
+            tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
+            if tables:
+                _add(squares_B, square_norms(lookup, tables=tables), read.order_B)
+    for name, squares_n in dense.square_norms(loss_n.numel()):
+        squares_KB[group[name], mine] += squares_n
+    ranks.sum(squares_KB)
+
+    # 3. Factors. An example that overflowed anywhere counts nowhere.
+    bad_B = ~squares_KB.isfinite().all(0)
+    factors_KB = recipe.clipping.factors(squares_KB, recipe.clip_norm)
+    factors_KB = factors_KB.masked_fill(bad_B, 0.0).div_(recipe.expected_batch)
+    if bool(bad_B.any()):  # zero times infinity is not zero
+        lookups = [_without(x, _take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
+        dense.drop_examples(bad_B[mine])
+
+    # 4. Dense layers: clipped sums, added up over ranks, plus noise that every rank draws alike.
+    sums = {
+        name: dense.clipped_sum(name, factors_KB[group[name], mine]) for name in dense.parameters
+    }
+    _sum_together(list(sums.values()), ranks)
+    for name, gradient in sums.items():
+        flat = gradient.view(1, -1)
+        flat += _noise(recipe, noise, flat, Stream("gradient", name, step))
+        dense.parameters[name].grad = gradient
+
+    # 5. Tables, where they live: clipped sums and the mechanism's noise, to the fused optimizer.
+    for read, lookup in zip(reads, lookups):
+        by_group = [clipped_row_gradients(lookup, _take(f_B, read.order_B)) for f_B in factors_KB]
+        updates = []
+        for t, (name, corner) in enumerate(zip(read.table_names, read.corners)):
+            clipped, stream = by_group[group[name]][t], Stream("gradient", name, step, corner)
+            draw = _Draw(recipe, noise, stream, clipped.values_UD)
+            updates.append(recipe.mechanism.updates(clipped, lookup.layout.num_rows[t], draw))
+        nothing = [RowGradient(g.rows_U[:0], g.values_UD[:0]) for g in by_group[0]]
+        for parts in zip_longest(*updates):
+            read.apply([part or none for part, none in zip(parts, nothing)])
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Noise for rows of one piece of one table."""
+
+    recipe: Recipe
+    noise: NoiseSource
+    stream: Stream
+    like_UD: Tensor
+
+    def __call__(self, rows: Tensor, part: int) -> Tensor:
+        s = self.stream
+        out = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
+        stream = Stream(s.purpose, s.table, s.step, s.shard, part)
+        return _noise(self.recipe, self.noise, out, stream, rows + s.shard[0])
+
+
+def _noise(
+    recipe: Recipe, noise: NoiseSource, like: Tensor, stream: Stream, rows: Tensor | None = None
+) -> Tensor:
+    out = torch.empty_like(like)
+    if recipe.noise_stddev == 0:
+        return out.zero_()
+    return noise.fill_(out, stream, rows).mul_(recipe.noise_stddev)
+
+
+def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:
+    names = [*(name for read in reads for name in read.table_names), *dense.parameters]
+    return dict(zip(names, clipping.groups_of(names)))
+
+
+def _sum_together(tensors: list[Tensor], ranks: Ranks) -> None:
+    """One all-reduce for many small tensors."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    ranks.sum(flat)
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def _add(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
+    if order_B is None:
+        total_B += values
+    else:
+        total_B.index_add_(0, order_B, values)
+
+
+def _take(values_B: Tensor, order_B: Tensor | None) -> Tensor:
+    return values_B if order_B is None else values_B[order_B]
+
+
+def _without(lookup: Lookup, bad_B: Tensor) -> Lookup:
+    gradient_BE = torch.where(bad_B[:, None], 0.0, lookup.gradient_BE)
+    return Lookup(lookup.layout, lookup.ids_L, lookup.offsets, gradient_BE, lookup.weights_L)

@@ -1,0 +1,1 @@
+"""Where noise goes: one file a mechanism."""

@@ -1,0 +1,53 @@
+"""Hand a ready-made gradient on rows to the fused optimizer, in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.lookups import Layout
+from lightning_dpsparse.engine.rows import RowGradient
+
+# F features, K most rows of one table, E width of all features
+
+
+def apply_to_rows(kernel: Any, layout: Layout, gradients: list[RowGradient]) -> None:
+    """Update the given rows of each of the kernel's tables, once.
+
+    FBGEMM only learns through a backward pass. So every row becomes a bag of its own: a lookup of
+    length-1 bags, padded with empty ones to the same number for every feature, whose backward pass
+    gets the rows' gradients. (Variable batches would save the padding, and are 100 times slower on
+    CPU.)
+    """
+    most = max((gradient.rows_U.numel() for gradient in gradients), default=0)
+    if most == 0:
+        return
+    tbe = kernel.emb_module
+    first = gradients[0]
+    num_features = len(layout.table_of_feature)
+    lengths_FK = first.rows_U.new_zeros(num_features, most)
+    gradient_KE = first.values_UD.new_zeros(most, layout.columns[-1].stop)
+    rows: list[Tensor] = []
+    for table, gradient in enumerate(gradients):
+        feature = layout.features_of_table[table][0]  # features that share the table have none
+        count = gradient.rows_U.numel()
+        lengths_FK[feature, :count] = 1
+        gradient_KE[:count, layout.columns[feature]] = gradient.values_UD
+    for feature, table in enumerate(layout.table_of_feature):
+        if layout.features_of_table[table][0] == feature:
+            rows.append(gradients[table].rows_U)
+    offsets = torch.nn.functional.pad(lengths_FK.flatten().cumsum(0), (1, 0))
+    _take_back_a_step(tbe)
+    with torch.enable_grad():
+        output = tbe(torch.cat(rows), offsets)
+    output.backward(gradient_KE)
+
+
+def _take_back_a_step(tbe: Any) -> None:
+    """The coming forward pass counts a step that the training forward has counted already."""
+    steps = int(tbe.iter_cpu.item())
+    if steps > 0:
+        tbe.iter_cpu.fill_(steps - 1)
+        tbe.iter.fill_(steps - 1)
