@@ -129,9 +129,11 @@ def through_lightning(mechanism: DPSGD | EANA | None, noise: float = 0.8) -> Mod
 
     def make(workload: Workload) -> Mode:
         def run(feed: Feed) -> None:
-            plan = mechanism and PrivacyPlan(
-                mechanism=mechanism, noise_multiplier=noise, expected_batch_size=workload.batch
-            )
+            plan = None
+            if mechanism is not None:
+                plan = PrivacyPlan(
+                    mechanism=mechanism, noise_multiplier=noise, expected_batch_size=workload.batch
+                )
             strategy = DPSparseStrategy(
                 privacy=plan,
                 fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE),

@@ -70,7 +70,7 @@ class DenseCapture(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not any(self._mine(args, kwargs)):
+        if not self._is_mine(args, kwargs) or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.linear:
             return self._linear(*args, **kwargs)
@@ -99,17 +99,22 @@ class DenseCapture(TorchFunctionMode):
 
     def clipped_sum(self, name: str, factors_B: Tensor) -> Tensor:
         """sum_b f_b g_b for one parameter; zero if no example touched it."""
-        total = torch.zeros_like(self.parameters[name])
-        self._add_weighted(total, name, factors_B)
+        parameter = self.parameters[name]
+        sums = self._weighted_sums(name, factors_B, parameter)
+        if len(sums) == 1:
+            return sums[0]
+        total = torch.zeros_like(parameter)
+        for one in sums:
+            total += one
         for key, part in self._slices.items():
             if part.base == name:
-                self._add_weighted(total[part.index], key, factors_B)
+                for one in self._weighted_sums(key, factors_B, part.value):
+                    total[part.index] += one
         return total
 
-    def _add_weighted(self, total: Tensor, key: str, factors_B: Tensor) -> None:
-        for role, use in self._uses[key]:
-            if use.gradient is not None:
-                total += _weighted(role, use, factors_B, total)
+    def _weighted_sums(self, key: str, factors_B: Tensor, like: Tensor) -> list[Tensor]:
+        uses = [(role, use) for role, use in self._uses[key] if use.gradient is not None]
+        return [_weighted(role, use, factors_B, like) for role, use in uses]
 
     def drop_examples(self, bad_B: Tensor) -> None:
         """Leave out examples whose gradient is not finite: zero times infinity is not zero."""
@@ -129,12 +134,15 @@ class DenseCapture(TorchFunctionMode):
 
     # ---- recording ------------------------------------------------------------------------------
 
-    def _mine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[bool]:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                yield id(value) in self._name
-            elif isinstance(value, (list, tuple)):
-                yield from (isinstance(v, Tensor) and id(v) in self._name for v in value)
+    def _is_mine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a parameter is among the arguments. Asked of every torch call: keep it quick."""
+        names = self._name
+        for value in args:
+            if id(value) in names:
+                return True
+            if type(value) in (list, tuple) and any(id(v) in names for v in value):
+                return True
+        return bool(kwargs) and self._is_mine(tuple(kwargs.values()), {})
 
     def _record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
         """Note the use, and hand back what the call may read instead of the parameter."""
@@ -247,6 +255,8 @@ class DenseCapture(TorchFunctionMode):
     def _square_norm(self, name: str, uses: list[tuple[str, Use]]) -> Tensor:
         parameter = self._slices[name].value if name in self._slices else self.parameters[name]
         roles = {role for role, _ in uses}
+        if len(uses) == 1 and isinstance(uses[0][1], Product) and uses[0][1].is_flat:
+            return uses[0][1].flat_square_norm(of_bias=uses[0][0] == "bias")
         if roles == {"weight"}:
             pairs = [use.factors() for _, use in uses if isinstance(use, Product)]
             return _outer_square_norm([a for a, _ in pairs], [g for _, g in pairs])
@@ -274,9 +284,9 @@ class _Slice:
 
 def _weighted(role: str, use: Use, factors_B: Tensor, like: Tensor) -> Tensor:
     """sum_b f_b g_b of one use."""
-    if role == "weight" and isinstance(use, Product):
-        a, g = use.factors()
-        return (g * factors_B[:, None, None]).flatten(0, 1).T @ a.flatten(0, 1)
+    if isinstance(use, Product):
+        scaled = use.scaled(factors_B).flatten(0, 1)
+        return scaled.sum(0) if role == "bias" else scaled.T @ use.factors()[0].flatten(0, 1)
     if role == "rows" and isinstance(use, Rows):
         ids, g = use.pairs()
         scaled = (g * factors_B[:, None, None]).flatten(0, 1)
@@ -304,9 +314,6 @@ def _outer_square_norm(inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
     """|| sum_t g_t a_t^T ||^2 for every example, over all uses of one weight."""
     a, g = torch.cat(inputs, dim=1), torch.cat(gradients, dim=1)
     positions = a.shape[1]
-    if positions == 1:
-        square_a = torch.linalg.vector_norm(a, dim=(1, 2)).square_()
-        return torch.linalg.vector_norm(g, dim=(1, 2)).square_().mul_(square_a)
     if positions * positions <= a.shape[2] * g.shape[2]:
         return ((a @ a.mT) * (g @ g.mT)).sum((1, 2))  # the T x T Gram matrices are smaller
     return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))

@@ -39,11 +39,10 @@ def clipped_row_gradients(
         kept = row_mask[row_L].nonzero().squeeze(1)
         row_L, bag_L = row_L[kept], bag_L[kept]
         coefficient_L = None if coefficient_L is None else coefficient_L[kept]
-    scaled_BE = lookup.gradient_BE * factors_B[:, None]
     row_U, position_L = torch.unique(row_L, return_inverse=True)
     bounds = torch.searchsorted(row_U, torch.tensor(layout.first_row, device=row_U.device)).tolist()
     if layout.is_uniform:
-        values_LD = _by_bag(scaled_BE, layout)
+        values_LD = _scaled_by_bag(lookup.gradient_BE, factors_B, layout)
         if not lookup.is_one_hot or row_mask is not None:
             values_LD = values_LD[bag_L]
         if coefficient_L is not None:
@@ -54,6 +53,7 @@ def clipped_row_gradients(
             RowGradient(row_U[start:stop] - layout.first_row[table], values_UD[start:stop])
             for table, (start, stop) in enumerate(pairwise(bounds))
         ]
+    scaled_BE = lookup.gradient_BE * factors_B[:, None]
     return [
         _of_table(
             scaled_BE, lookup, table, row_U[start:stop], position_L - start, bag_L, coefficient_L
@@ -62,11 +62,13 @@ def clipped_row_gradients(
     ]
 
 
-def _by_bag(scaled_BE: Tensor, layout: Layout) -> Tensor:
-    """The gradient of each bag, (F * B, D), where all tables have width D."""
-    width, features = layout.widths[0], len(layout.table_of_feature)
-    by_feature = scaled_BE.view(scaled_BE.shape[0], features, width).transpose(0, 1)
-    return by_feature.reshape(-1, width)
+def _scaled_by_bag(gradient_BE: Tensor, factors_B: Tensor, layout: Layout) -> Tensor:
+    """f_b G of each bag, (F * B, D), where all tables have width D. One pass over the gradient."""
+    examples, features, width = len(gradient_BE), len(layout.table_of_feature), layout.widths[0]
+    scaled_FBD = gradient_BE.new_empty(features, examples, width)
+    by_feature = gradient_BE.view(examples, features, width).transpose(0, 1)
+    torch.mul(by_feature, factors_B[:, None], out=scaled_FBD)
+    return scaled_FBD.view(features * examples, width)
 
 
 def _of_table(

@@ -120,9 +120,8 @@ def private_step(
         dense.drop_examples(bad_B[mine])
 
     # 4. Dense layers: clipped sums, added up over ranks, plus noise that every rank draws alike.
-    sums = {
-        name: dense.clipped_sum(name, factors_KB[group[name], mine]) for name in dense.parameters
-    }
+    factors_Kn = [f_B[mine] for f_B in factors_KB]
+    sums = {name: dense.clipped_sum(name, factors_Kn[group[name]]) for name in dense.parameters}
     _sum_together(list(sums.values()), ranks)
     for name, gradient in sums.items():
         flat = gradient.view(1, -1)
@@ -153,18 +152,17 @@ class _Draw:
 
     def __call__(self, rows: Tensor, part: int) -> Tensor:
         s = self.stream
-        out = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
+        like = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
         stream = Stream(s.purpose, s.table, s.step, s.shard, part)
-        return _noise(self.recipe, self.noise, out, stream, rows + s.shard[0])
+        return _noise(self.recipe, self.noise, like, stream, rows + s.shard[0])
 
 
 def _noise(
     recipe: Recipe, noise: NoiseSource, like: Tensor, stream: Stream, rows: Tensor | None = None
 ) -> Tensor:
-    out = torch.empty_like(like)
     if recipe.noise_stddev == 0:
-        return out.zero_()
-    return noise.fill_(out, stream, rows).mul_(recipe.noise_stddev)
+        return torch.zeros_like(like)
+    return noise.fill_(torch.empty_like(like), stream, recipe.noise_stddev, rows)
 
 
 def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:

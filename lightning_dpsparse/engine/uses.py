@@ -53,11 +53,35 @@ class Product(Use):
     """`F.linear`: example b has sum_t g_bt a_bt^T on the weight and sum_t g_bt on the bias."""
 
     inputs: Tensor | None = None
+    _square_gradient: Tensor | None = None
+    _scaled: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_flat(self) -> bool:
+        """One position per example: the gradient is a single outer product."""
+        return self.inputs is not None and self.inputs.dim() == 2
+
+    def flat_square_norm(self, *, of_bias: bool) -> Tensor:
+        """||g||^2 for the bias, ||g||^2 ||a||^2 for the weight."""
+        assert self.inputs is not None
+        assert self.gradient is not None
+        if self._square_gradient is None:  # weight and bias ask alike
+            self._square_gradient = torch.linalg.vector_norm(self.gradient, dim=1).square_()
+        if of_bias:
+            return self._square_gradient
+        return torch.linalg.vector_norm(self.inputs, dim=1).square_().mul_(self._square_gradient)
+
+    def scaled(self, factors_B: Tensor) -> Tensor:
+        """f_b g_b, (B, T, O). Weight and bias of one group share it."""
+        if self._scaled is None or self._scaled[0] is not factors_B:
+            self._scaled = factors_B, self.factors()[1] * factors_B[:, None, None]
+        return self._scaled[1]
 
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
         assert self.inputs is not None
         self.inputs = _without(self.inputs, bad_B)
+        self._square_gradient = self._scaled = None
 
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None

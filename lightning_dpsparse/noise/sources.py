@@ -24,13 +24,15 @@ from lightning_dpsparse.noise.keys import RunKey, Stream
 
 
 class NoiseSource(Protocol):
-    """Fills tensors with standard normal draws.
+    """Fills tensors with normal draws of mean zero.
 
     Guarantees: fills of different streams are independent; the same key and stream give the same
     draws again.
     """
 
-    def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+    def fill_(
+        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+    ) -> Tensor:
         """Overwrite `out_RD`; `rows_R` are the global numbers of its rows, if not the first."""
         ...
 
@@ -41,8 +43,10 @@ class FastNoise:
     def __init__(self, key: RunKey) -> None:
         self._key = key
 
-    def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
-        return out_RD.normal_(generator=self._generator(out_RD.device, stream))
+    def fill_(
+        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+    ) -> Tensor:
+        return out_RD.normal_(0.0, stddev, generator=self._generator(out_RD.device, stream))
 
     def _generator(self, device: torch.device, stream: Stream) -> torch.Generator:
         generator = torch.Generator(device)
@@ -77,7 +81,9 @@ class SecureNoise:
     def __init__(self, key: RunKey) -> None:
         self._key = key
 
-    def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+    def fill_(
+        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+    ) -> Tensor:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         pairs = -(-out_RD.numel() // 2)
@@ -85,6 +91,7 @@ class SecureNoise:
         stream_bytes = cipher.encryptor().update(bytes(8 * pairs))
         words = np.frombuffer(stream_bytes, dtype="<u4").reshape(2, pairs)
         normal = _box_muller(words[0], words[1])
+        normal *= np.float32(stddev)
         return out_RD.copy_(torch.from_numpy(normal[: out_RD.numel()]).view(out_RD.shape))
 
 
@@ -104,7 +111,9 @@ class RowNoise:
     def __init__(self, key: RunKey) -> None:
         self._key = key
 
-    def fill_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+    def fill_(
+        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+    ) -> Tensor:
         first_row, first_column = stream.shard
         rows, columns = out_RD.shape
         row_R = (
@@ -113,7 +122,7 @@ class RowNoise:
             else rows_R.cpu().numpy().astype(np.uint64)
         )
         column_D = np.arange(first_column, first_column + columns, dtype=np.uint64)
-        return out_RD.copy_(torch.from_numpy(self._draw(stream, row_R, column_D)))
+        return out_RD.copy_(torch.from_numpy(self._draw(stream, row_R, column_D))).mul_(stddev)
 
     def _draw(self, stream: Stream, row_R: U64, column_D: U64) -> NDArray[np.float32]:
         everywhere = Stream(stream.purpose, stream.table, stream.step)

@@ -45,6 +45,13 @@ def test_draws_are_standard_normal(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
+def test_the_standard_deviation_scales_the_draws(kind: Any) -> None:
+    plain = draw(kind(KEY))
+    scaled = kind(KEY).fill_(torch.empty(1000, 100), STREAM, 0.25)
+    torch.testing.assert_close(scaled, 0.25 * plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 def test_any_field_of_a_stream_makes_other_draws(kind: Any) -> None:
     source = kind(KEY)
     streams = [
@@ -97,7 +104,7 @@ def test_row_noise_does_not_depend_on_how_a_table_is_cut(split: int) -> None:
     assert torch.equal(low, whole[:split, :60])
     assert torch.equal(high, whole[split:, 60:])
     rows = torch.tensor([999, 0, 5])
-    assert torch.equal(source.fill_(torch.empty(3, 100), STREAM, rows), whole[rows])
+    assert torch.equal(source.fill_(torch.empty(3, 100), STREAM, rows_R=rows), whole[rows])
 
 
 def test_a_key_does_not_show() -> None:
