@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Lookup
 
 # B examples, L lookups, U distinct rows, D width of a table
 
@@ -32,61 +32,53 @@ def clipped_row_gradients(
     Guarantees: adding or removing example b changes the values, over all tables, by at most
     f_b * n_b in norm, with n_b from `square_norms` of the same mask.
     """
-    layout = lookup.layout
-    coefficient_L = lookup.coefficient_L
-    row_L, bag_L = lookup.row_L, lookup.bag_L
+    layout, num_examples = lookup.layout, max(1, lookup.num_examples)
+    row_L, bag_L, coefficient_L = lookup.row_L, lookup.bag_L, lookup.coefficient_L
     if row_mask is not None:
         kept = row_mask[row_L].nonzero().squeeze(1)
         row_L, bag_L = row_L[kept], bag_L[kept]
         coefficient_L = None if coefficient_L is None else coefficient_L[kept]
-    row_U, position_L = torch.unique(row_L, return_inverse=True)
+    row_L, order_L = torch.sort(row_L)
+    row_U, count_U = torch.unique_consecutive(row_L, return_counts=True)
+    start_U = count_U.cumsum(0) - count_U
     bounds = torch.searchsorted(row_U, torch.tensor(layout.first_row, device=row_U.device)).tolist()
+    bag_L = bag_L[order_L]
+    feature_L, example_L = bag_L // num_examples, bag_L % num_examples
+    weight_L = factors_B[example_L]
+    if coefficient_L is not None:
+        weight_L = weight_L * coefficient_L[order_L]
+    gradient_BE = lookup.gradient_BE
     if layout.is_uniform:
-        values_LD = _scaled_by_bag(lookup.gradient_BE, factors_B, layout)
-        if not lookup.is_one_hot or row_mask is not None:
-            values_LD = values_LD[bag_L]
-        if coefficient_L is not None:
-            values_LD = values_LD * coefficient_L[:, None]
-        values_UD = values_LD.new_zeros(row_U.numel(), values_LD.shape[1])
-        values_UD.index_add_(0, position_L, values_LD)
+        features, width = len(layout.table_of_feature), layout.widths[0]
+        by_bag = gradient_BE.view(len(gradient_BE) * features, width)
+        values_UD = _weighted_runs(by_bag, example_L * features + feature_L, start_U, weight_L)
         return [
             RowGradient(row_U[start:stop] - layout.first_row[table], values_UD[start:stop])
             for table, (start, stop) in enumerate(pairwise(bounds))
         ]
-    scaled_BE = lookup.gradient_BE * factors_B[:, None]
-    return [
-        _of_table(
-            scaled_BE, lookup, table, row_U[start:stop], position_L - start, bag_L, coefficient_L
+    ends = [*start_U.tolist(), row_L.numel()]
+    result = []
+    for table, (start, stop) in enumerate(pairwise(bounds)):
+        here = slice(ends[start], ends[stop])
+        members = layout.features_of_table[table]
+        by_bag = torch.cat([gradient_BE[:, layout.columns[f]] for f in members])
+        place = torch.zeros(len(layout.table_of_feature), dtype=torch.int64, device=row_U.device)
+        place[list(members)] = torch.arange(len(members), device=row_U.device)
+        index_L = place[feature_L[here]] * len(gradient_BE) + example_L[here]
+        values_UD = _weighted_runs(
+            by_bag, index_L, start_U[start:stop] - here.start, weight_L[here]
         )
-        for table, (start, stop) in enumerate(pairwise(bounds))
-    ]
+        result.append(RowGradient(row_U[start:stop] - layout.first_row[table], values_UD))
+    return result
 
 
-def _scaled_by_bag(gradient_BE: Tensor, factors_B: Tensor, layout: Layout) -> Tensor:
-    """f_b G of each bag, (F * B, D), where all tables have width D. One pass over the gradient."""
-    examples, features, width = len(gradient_BE), len(layout.table_of_feature), layout.widths[0]
-    scaled_FBD = gradient_BE.new_empty(features, examples, width)
-    by_feature = gradient_BE.view(examples, features, width).transpose(0, 1)
-    torch.mul(by_feature, factors_B[:, None], out=scaled_FBD)
-    return scaled_FBD.view(features * examples, width)
+def _weighted_runs(values: Tensor, index_L: Tensor, start_U: Tensor, weight_L: Tensor) -> Tensor:
+    """sum of weight_l * values[index_l] over each run of lookups, in one pass without copies.
 
-
-def _of_table(
-    scaled_BE: Tensor,
-    lookup: Lookup,
-    table: int,
-    row_U: Tensor,
-    position_L: Tensor,
-    bag_L: Tensor,
-    coefficient_L: Tensor | None,
-) -> RowGradient:
-    layout, num_examples = lookup.layout, max(1, lookup.num_examples)
-    values_UD = scaled_BE.new_zeros(row_U.numel(), layout.widths[table])
-    feature_L = bag_L // num_examples
-    for feature in layout.features_of_table[table]:
-        here = (feature_L == feature).nonzero().squeeze(1)
-        value = scaled_BE[:, layout.columns[feature]][bag_L[here] % num_examples]
-        if coefficient_L is not None:
-            value = value * coefficient_L[here, None]
-        values_UD.index_add_(0, position_L[here], value)
-    return RowGradient(row_U - layout.first_row[table], values_UD)
+    That is a bag of rows: PyTorch has a kernel for it.
+    """
+    if start_U.numel() == 0:
+        return values.new_zeros(0, values.shape[1])
+    return torch.nn.functional.embedding_bag(
+        index_L, values, start_U, mode="sum", per_sample_weights=weight_L
+    )

@@ -56,6 +56,7 @@ class FastNoise:
 
 
 _MERSENNE_WORDS = 624
+_FRESH_STATE = torch.Generator().manual_seed(0).get_state().numpy()
 _WORDS_AT = 24  # byte offset of the words in torch's generator state; each takes eight bytes
 
 
@@ -65,7 +66,7 @@ def _mersenne_state(key: RunKey, stream: Stream) -> Tensor:
     `manual_seed` will not do: it keeps the low 32 bits of the seed, and a run with a few million
     streams would use some of them twice.
     """
-    state = torch.Generator().manual_seed(0).get_state().numpy()
+    state = _FRESH_STATE.copy()
     words = np.frombuffer(key.bytes_for(stream, 4 * _MERSENNE_WORDS), dtype="<u4")
     end = _WORDS_AT + 8 * _MERSENNE_WORDS
     state[_WORDS_AT:end] = words.astype("<u8").view(np.uint8)
