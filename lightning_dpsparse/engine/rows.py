@@ -20,6 +20,10 @@ class RowGradient:
     rows_U: Tensor
     values_UD: Tensor
 
+    def empty(self) -> RowGradient:
+        """Nothing, in the same shape and place."""
+        return RowGradient(self.rows_U[:0], self.values_UD[:0])
+
 
 def clipped_row_gradients(
     lookup: Lookup, factors_B: Tensor, row_mask: Tensor | None = None

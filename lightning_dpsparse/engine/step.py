@@ -121,12 +121,13 @@ def private_step(
 
     # 4. Dense layers: clipped sums, added up over ranks, plus noise that every rank draws alike.
     factors_Kn = [f_B[mine] for f_B in factors_KB]
-    sums = {name: dense.clipped_sum(name, factors_Kn[group[name]]) for name in dense.parameters}
-    _sum_together(list(sums.values()), ranks)
-    for name, gradient in sums.items():
-        flat = gradient.view(1, -1)
-        flat += _noise(recipe, noise, flat, Stream("gradient", name, step))
-        dense.parameters[name].grad = gradient
+    sums = [dense.clipped_sum(name, factors_Kn[group[name]]) for name in dense.parameters]
+    flat = torch.cat([loss_n.new_zeros(0), *(gradient.flatten() for gradient in sums)])[None]
+    ranks.sum(flat)
+    flat += _noise(recipe, noise, flat, Stream("gradient", "dense layers", step))
+    pieces = flat[0].split([gradient.numel() for gradient in sums])
+    for parameter, piece in zip(dense.parameters.values(), pieces):
+        parameter.grad = piece.view_as(parameter)
 
     # 5. Tables, where they live: clipped sums and the mechanism's noise, to the fused optimizer.
     for read, lookup in zip(reads, lookups):
@@ -136,9 +137,8 @@ def private_step(
             clipped, stream = by_group[group[name]][t], Stream("gradient", name, step, corner)
             draw = _Draw(recipe, noise, stream, clipped.values_UD)
             updates.append(recipe.mechanism.updates(clipped, lookup.layout.num_rows[t], draw))
-        nothing = [RowGradient(g.rows_U[:0], g.values_UD[:0]) for g in by_group[0]]
         for parts in zip_longest(*updates):
-            read.apply([part or none for part, none in zip(parts, nothing)])
+            read.apply([part or g.empty() for part, g in zip(parts, by_group[0])])
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Draw:
         s = self.stream
         like = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
         stream = Stream(s.purpose, s.table, s.step, s.shard, part)
-        return _noise(self.recipe, self.noise, like, stream, rows + s.shard[0])
+        return _noise(self.recipe, self.noise, like, stream, rows)
 
 
 def _noise(
@@ -168,16 +168,6 @@ def _noise(
 def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:
     names = [*(name for read in reads for name in read.table_names), *dense.parameters]
     return dict(zip(names, clipping.groups_of(names)))
-
-
-def _sum_together(tensors: list[Tensor], ranks: Ranks) -> None:
-    """One all-reduce for many small tensors."""
-    if not tensors:
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    ranks.sum(flat)
-    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(piece.view_as(tensor))
 
 
 def _add(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:

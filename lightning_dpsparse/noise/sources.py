@@ -33,7 +33,7 @@ class NoiseSource(Protocol):
     def fill_(
         self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
     ) -> Tensor:
-        """Overwrite `out_RD`; `rows_R` are the global numbers of its rows, if not the first."""
+        """Overwrite `out_RD`; `rows_R` are its rows within the shard, if not the first ones."""
         ...
 
 
@@ -120,7 +120,7 @@ class RowNoise:
         row_R = (
             np.arange(first_row, first_row + rows, dtype=np.uint64)
             if rows_R is None
-            else rows_R.cpu().numpy().astype(np.uint64)
+            else rows_R.cpu().numpy().astype(np.uint64) + np.uint64(first_row)
         )
         column_D = np.arange(first_column, first_column + columns, dtype=np.uint64)
         return out_RD.copy_(torch.from_numpy(self._draw(stream, row_R, column_D))).mul_(stddev)

@@ -103,9 +103,14 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         size = features.stride()
         self.padded_size = _largest(size, features.device())
         if size == self.padded_size:
-            return super().forward(features)
-        whole = super().forward(_pad(features, self.padded_size)).wait()
+            return self._forward_unwatched(features)
+        whole = self._forward_unwatched(_pad(features, self.padded_size)).wait()
         return KeyedTensor(whole.keys(), whole.length_per_key(), whole.values()[:size])
+
+    def _forward_unwatched(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """Without the capture of dense layers, which has nothing to see here and costs time."""
+        with torch._C.DisableTorchFunction():
+            return super().forward(features)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingBagCollectionContext, input: Any
