@@ -68,7 +68,10 @@ class PrivacyPlan:
 
     def warnings(self) -> list[str]:
         """What a reader of the log must not miss."""
-        found = []
+        found = [
+            "This version adds noise but computes no epsilon: honest sampling and accounting are "
+            "not part of it yet. Make no claim of privacy from it."
+        ]
         if not self.mechanism.is_private:
             found.append(f"{type(self.mechanism).__name__} is not differentially private.")
         if self.noise_multiplier == 0:

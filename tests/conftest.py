@@ -29,6 +29,11 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    yield from _ranks(4)
+
+
+@pytest.fixture(scope="module")
 def two_hosts() -> Iterator[Ranks]:
     """Two ranks that believe to be alone on their host."""
     yield from _ranks(2, per_host=1)

@@ -71,6 +71,24 @@ class Bags(Dataset[Any]):
         return self.examples[index]
 
 
+def weight_of(ids: Tensor) -> Tensor:
+    """A weight for each id in a bag, its own function of it."""
+    return 0.5 + (ids % 5).float() / 4
+
+
+def collate_weighted(examples: list[Any]) -> Batch:
+    batch = collate(examples)
+    features = batch.sparse_features
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=weight_of(features.values()),
+        lengths=features.lengths(),
+        stride=features.stride(),
+    )
+    return batch
+
+
 def collate(examples: list[Any]) -> Batch:
     counts = [e[0] for e in examples]
     bags = [e[1][name] for name in FEATURES for e in examples]
@@ -103,19 +121,23 @@ class SmallModule(LightningModule):
         self,
         *,
         mean: bool = False,
+        weighted: bool = False,
         schedule: str = "",
         scalar_loss: bool = False,
         lr: float = 0.1,
     ) -> None:
         super().__init__()
         self.mean, self.schedule, self.scalar_loss, self.lr = mean, schedule, scalar_loss, lr
+        self.weighted = weighted
         self.ebc: Any = None
         self.losses: list[float] = []
         self.predictions: list[Tensor] = []
 
     def configure_model(self) -> None:
         if self.ebc is None:
-            self.ebc = EmbeddingBagCollection(tables=tables(mean=self.mean))
+            self.ebc = EmbeddingBagCollection(
+                tables=tables(mean=self.mean), is_weighted=self.weighted
+            )
             self.head = Head(sum(width * len(features) for _, _, width, features in TABLES))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -300,8 +322,16 @@ class Reference(nn.Module):
             for feature in features:
                 key = f"{feature}@{name}" if feature == "f0" else feature  # TorchRec's own naming
                 jagged = bags[feature]
-                embedded[key] = self.bags[name](jagged.values(), jagged.offsets()[:-1])
+                weights = jagged.weights_or_none()
+                embedded[key] = self.bags[name](
+                    jagged.values(),
+                    jagged.offsets()[:-1],
+                    per_sample_weights=None if weights is None else weights.to(self.dtype()),
+                )
         return self.head(embedded, batch.dense_features)
+
+    def dtype(self) -> torch.dtype:
+        return self.head.out.weight.dtype
 
     def weights(self) -> dict[str, Tensor]:
         tables = {f"ebc.embedding_bags.{n}.weight": b.weight.detach() for n, b in self.bags.items()}

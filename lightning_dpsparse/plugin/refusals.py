@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 
 def check_module_class(module: object) -> None:
@@ -34,6 +35,15 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
         )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "Expected an optimizer that takes one gradient a step, found LBFGS: each of its "
+                "evaluations would update the tables. Use SGD, Adagrad or Adam."
+            )
 
 
 def one_loss_per_example(loss: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ class DPSparseStrategy(DDPStrategy):
         """Build the module's own optimizer without the tables: the fused one owns them."""
         with shards.tables_hidden(self.module):
             super().setup_optimizers(trainer)
+        refusals.check_optimizers(self.optimizers)
         self._dense_parameters = shards.dense_parameters(self.module)
         self._tables = fused.combined_fused_optimizer(self.module)
         fused.set_learning_rate(self._tables, self.fused_optimizer.learning_rate)

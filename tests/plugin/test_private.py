@@ -12,9 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
+from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close, update
 from tests.ranks import Ranks
-from tests.small import Bags, Recording, Reference, assemble, collate, make_trainer, snapshot
+from tests.small import (
+    Bags,
+    Recording,
+    Reference,
+    assemble,
+    collate,
+    collate_weighted,
+    make_trainer,
+    snapshot,
+)
 
 # eps keeps Adagrad from blowing rounding up to a full step where gradients cancel in float32.
 ADAGRAD = FusedOptimizer(kind="adagrad", learning_rate=0.3, eps=1e-3)
@@ -29,13 +39,16 @@ SIZES = {
 class Batches:
     """A loader of given batches: step s has sizes[s][rank] examples on each rank."""
 
-    def __init__(self, sizes: list[list[int]], rank: int | None) -> None:
+    def __init__(self, sizes: list[list[int]], rank: int | None, weighted: bool = False) -> None:
         self.batches, start, examples = [], 0, Bags(100)
+        put_together = collate_weighted if weighted else collate
         for step in sizes:
             parts = [step[rank]] if rank is not None else step
             skip = sum(step[:rank]) if rank is not None else 0
             first = start + skip
-            self.batches.append(collate([examples[i] for i in range(first, first + sum(parts))]))
+            self.batches.append(
+                put_together([examples[i] for i in range(first, first + sum(parts))])
+            )
             start += sum(step)
 
     def __len__(self) -> int:
@@ -70,8 +83,28 @@ def train(
     module = (Poisoned if poisoned else Recording)(**kwargs)
     rank = torch.distributed.get_rank() if world_size > 1 else None
     trainer = make_trainer(world_size, placement, optimizer, hosts=hosts, privacy=plan)
-    trainer.fit(module, Batches(sizes, rank))
+    trainer.fit(module, Batches(sizes, rank, module.weighted))
     return {"start": module.start, "end": snapshot(module)}
+
+
+def flat(names: list[str], each: Any, clip_norm: float) -> list[float]:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in each))
+    return [min(1.0, clip_norm / norm)] * len(names)
+
+
+def automatic(names: list[str], each: Any, clip_norm: float) -> list[float]:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in each))
+    return [clip_norm / (norm + 0.01)] * len(names)
+
+
+def grouped(names: list[str], each: Any, clip_norm: float) -> list[float]:
+    """Tables t0 and t1 in one group of share 3, all else in another of share 4."""
+    first = [name.startswith(("bags.t0", "bags.t1")) for name in names]
+    result = {}
+    for member, share in ((True, 0.6), (False, 0.8)):
+        norm = math.sqrt(sum(float(g.square().sum()) for g, f in zip(each, first) if f is member))
+        result[member] = min(1.0, share * clip_norm / norm)
+    return [result[f] for f in first]
 
 
 def naive(
@@ -81,7 +114,9 @@ def naive(
     clip_norm: float,
     *,
     mean: bool = False,
+    weighted: bool = False,
     poisoned: bool = False,
+    factors: Any = None,
 ) -> dict[str, Tensor]:
     """Per-example gradients by autograd, clipped one by one, in float64."""
     model = Reference(start, mean=mean).double()
@@ -91,15 +126,16 @@ def naive(
     for step, parts in enumerate(sizes):
         total = [torch.zeros_like(p) for p in model.parameters()]
         for i in range(sum(parts)):
-            batch = collate([examples[position + i]])
+            batch = (collate_weighted if weighted else collate)([examples[position + i]])
             batch.dense_features = batch.dense_features.double()
             if poisoned and step == 1 and i == 0 and parts[0]:
                 continue
             loss = F.binary_cross_entropy_with_logits(model(batch), batch.labels.double())
             each = torch.autograd.grad(loss, list(model.parameters()))
-            norm = torch.stack([g.square().sum() for g in each]).sum().sqrt()
-            factor = min(1.0, clip_norm / norm.item())
-            total = [t + factor * g for t, g in zip(total, each)]
+            names = [name for name, _ in model.named_parameters()]
+            total = [
+                t + f * g for t, f, g in zip(total, (factors or flat)(names, each, clip_norm), each)
+            ]
         position += sum(parts)
         for parameter, gradient in zip(model.parameters(), total):
             parameter.grad = gradient / EXPECTED
@@ -161,6 +197,125 @@ def test_two_hosts_are_the_naive_step(two_hosts: Ranks, kind: Any) -> None:
 def test_an_example_that_overflows_counts_nothing(two_ranks: Ranks, name: str) -> None:
     start, end = run(two_ranks, SIZES["even"], PLACEMENTS[name], SGD, plan(), poisoned=True)
     assert_close(end, naive(start, SIZES["even"], SGD, 0.5, poisoned=True), 1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD], ids=lambda o: o.kind)
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
+def test_weighted_bags_are_the_naive_step(two_ranks: Ranks, optimizer: Any, name: str) -> None:
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, plan(), weighted=True)
+    expected = naive(start, SIZES["uneven"], optimizer, 0.5, weighted=True)
+    assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+GROUPS = GroupClipping({"*.t[01].weight": 3.0, "*": 4.0})
+
+
+@pytest.mark.parametrize(
+    ("clipping", "factors"), [(AutomaticClipping(), automatic), (GROUPS, grouped)]
+)
+@pytest.mark.parametrize("name", ["mixed", "row_wise"])
+def test_other_clipping_is_the_naive_step(
+    two_ranks: Ranks, clipping: Any, factors: Any, name: str
+) -> None:
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, plan(clipping=clipping))
+    assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5, factors=factors), 2e-6)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+def test_four_ranks_are_the_naive_step(four_ranks: Ranks, kind: Any) -> None:
+    sizes = [[3, 0, 2, 1], [0, 0, 0, 5], [2, 2, 2, 2]]
+    start, end = run(four_ranks, sizes, Placement(default=kind), SGD, plan())
+    assert_close(end, naive(start, sizes, SGD, 0.5), 1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
+@pytest.mark.parametrize("name", ["mixed", "row_wise"])
+def test_infinite_clip_and_zero_noise_is_plain_training(
+    two_ranks: Ranks, optimizer: Any, name: str
+) -> None:
+    sizes = [[5, 5]] * 3  # EXPECTED examples a step, so that both divide by the same number
+    start, private = run(two_ranks, sizes, PLACEMENTS[name], optimizer, plan(math.inf))
+    _, plain = run(two_ranks, sizes, PLACEMENTS[name], optimizer, None)
+    tolerance = 1e-6 if optimizer is SGD else 1e-5
+    assert_close(private, {key: plain[key] for key in start}, tolerance)
+
+
+class EveryStep(Recording):
+    """Remembers its weights after every step."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+        self.history: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.history.append(snapshot(self))
+
+
+def record_noise(world_size: int, placement: Placement, noisy: PrivacyPlan, steps: int) -> Any:
+    torch.manual_seed(0)
+    module = EveryStep()
+    rank = torch.distributed.get_rank()
+    sgd = FusedOptimizer(kind="sgd", learning_rate=1.0)
+    trainer = make_trainer(world_size, placement, sgd, privacy=noisy)
+    trainer.fit(module, Batches([[0] * world_size] * steps, rank))
+    return [module.start, *module.history]
+
+
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("source", ["fast", "secure"])
+def test_noise_has_its_variance_on_every_table_shard_and_layer(
+    two_ranks: Ranks, name: str, source: Any
+) -> None:
+    """Steps without an example: what moves is noise alone, on rows that nobody ever read."""
+    steps = 40
+    noisy = plan(2.0, noise=1.5, mechanism=DPSGD(chunk_rows=16), noise_source=source)
+    results = two_ranks.run(record_noise, 2, PLACEMENTS[name], noisy, steps)
+    stddev = 1.5 * 2.0 / EXPECTED
+    whole = [assemble([rank[s] for rank in results]) for s in range(steps + 1)]
+    for rank in results:
+        for i, (key, *_) in enumerate(rank[0]["pieces"]):
+            weights = torch.stack([snap["pieces"][i][3] for snap in rank]).double()
+            assert_variance(weights.diff(dim=0), stddev, key)
+    for key in whole[0]:
+        draws = torch.stack([snap[key].double() for snap in whole]).diff(dim=0)
+        assert_variance(draws, stddev, key)
+        flat = draws.flatten(1)
+        lag = (flat[1:] * flat[:-1]).mean() / stddev**2
+        assert abs(lag) < 5 / math.sqrt(flat[1:].numel()), f"{key}: steps share noise"
+    same_width = [whole[1][k] - whole[0][k] for k in whole[0] if whole[0][k].shape[-1:] == (8,)]
+    rows = torch.cat([t for t in same_width if t.dim() == 2])
+    assert len(rows.unique(dim=0)) == len(rows)  # no two rows of any table or shard drew alike
+
+
+def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
+    """n draws of known variance: the mean square has standard error sqrt(2 / n)."""
+    n = draws.numel()
+    ratio = float(draws.square().mean()) / stddev**2
+    assert abs(ratio - 1) < 5 * math.sqrt(2 / n), f"{key}: variance is {ratio:.3f} of right"
+    assert abs(float(draws.mean())) / stddev < 5 / math.sqrt(n)
+
+
+def test_two_runs_never_share_noise(one_rank: Ranks) -> None:
+    """Without a fixed key, the same seed and the same data still give fresh noise."""
+    fresh = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, expected_batch_size=EXPECTED)
+    one, two = (
+        assemble([run[1]])
+        for run in (one_rank.run(record_noise, 1, Placement(), fresh, 1)[0] for _ in range(2))
+    )
+    for key in one:
+        assert (one[key] != two[key]).float().mean() > 0.99
+
+
+def test_eana_moves_only_rows_that_were_read(one_rank: Ranks) -> None:
+    noisy = plan(noise=1.0)
+    start, end = run(one_rank, [[3, 0]], Placement(), SGD, noisy)
+    read = collate([Bags(100)[i] for i in range(3)]).sparse_features["f2"].values().unique()
+    key = "ebc.embedding_bags.t1.weight"
+    moved = (start[key] != end[key]).any(1).nonzero().squeeze(1)
+    assert torch.equal(moved, read)
 
 
 def test_clipping_matters_here(one_rank: Ranks) -> None:

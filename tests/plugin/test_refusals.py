@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_dpsparse import FusedOptimizer, Placement, TablePlacement
+from lightning_dpsparse import EANA, FusedOptimizer, Placement, PrivacyPlan, TablePlacement
 from tests.ranks import Ranks
 from tests.small import SmallModule, loader, make_trainer
 
@@ -213,6 +213,84 @@ def test_a_loss_of_two_dimensions_is_refused(one_rank: Ranks) -> None:
 
 def test_an_optimizer_over_tables_alone_is_refused(one_rank: Ranks) -> None:
     refused(one_rank, "optimizer got an empty parameter list", OnlyTables())
+
+
+class Newton(SmallModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.head.parameters())
+
+
+def test_lbfgs_is_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "found LBFGS: each of its evaluations would update", Newton())
+
+
+PLAN = PrivacyPlan(noise_multiplier=1.0)
+
+
+def test_a_private_loss_must_be_one_per_example(one_rank: Ranks) -> None:
+    scalar = SmallModule(scalar_loss=True)
+    refused(one_rank, r"one loss per example \(1-D\), found shape \(\)", scalar, privacy=PLAN)
+
+
+def test_batchnorm_is_refused_privately(one_rank: Ranks) -> None:
+    message = "found BatchNorm1d at 'norm', which mixes the examples of a batch. Use LayerNorm"
+    refused(one_rank, message, WithTables("batchnorm"), privacy=PLAN)
+
+
+class Halved(SmallModule):
+    """Twice as many losses as examples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return torch.cat([loss, loss])
+
+
+def test_losses_must_match_the_examples(one_rank: Ranks) -> None:
+    refused(one_rank, "one loss for every example", Halved(), privacy=PLAN)
+
+
+class Loader:
+    """No batch size to read off."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter(loader(8, 8, 1))
+
+
+def fit_without_batch_size() -> None:
+    make_trainer(1, privacy=PLAN).fit(SmallModule(), Loader())
+
+
+def test_the_divisor_must_be_known(one_rank: Ranks) -> None:
+    with pytest.raises(ValueError, match="Set expected_batch_size in the privacy plan"):
+        one_rank.run(fit_without_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm > 0"),
+        ({"clip_norm": float("nan")}, "clip_norm > 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier >= 0"),
+        ({"clip_norm": float("inf")}, "finite clip_norm with noise"),
+        ({"expected_batch_size": 0}, "expected_batch_size >= 1"),
+    ],
+)
+def test_a_plan_is_checked_when_it_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrivacyPlan(**({"noise_multiplier": 1.0} | settings))
+
+
+def test_a_plan_says_what_is_not_private() -> None:
+    assert any(
+        "EANA is not" in w for w in PrivacyPlan(mechanism=EANA(), noise_multiplier=1.0).warnings()
+    )
+    assert any("noise_multiplier=0" in w for w in PrivacyPlan(noise_multiplier=0.0).warnings())
+    fixed = PrivacyPlan(noise_multiplier=1.0, fixed_key=1)
+    assert any("Fixed noise key" in w for w in fixed.warnings())
+    assert len(PLAN.warnings()) == 1  # no accounting yet
 
 
 def fit_other_lightning() -> None:

@@ -1,0 +1,114 @@
+"""Adding or removing one example moves the sum before noise by at most C, whatever the example."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
+from lightning_dpsparse.engine.ghost import DenseCapture
+from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.step import Ranks, Recipe, private_step
+from lightning_dpsparse.mechanisms.eana import EANA
+from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.noise.sources import FastNoise
+
+# Two features on one table of five rows, one on another of three: ids repeat and meet.
+LAYOUT = Layout((0, 0, 1), (4, 4), (5, 3))
+NAMES = ["shared.weight", "alone.weight"]
+CLIPPINGS = [FlatClipping(), AutomaticClipping(), GroupClipping({"shared*": 1.0, "*": 2.0})]
+
+
+@dataclass
+class FakeRead:
+    """A kernel on paper: keeps what it is asked to apply."""
+
+    bags: list[list[list[int]]]
+    leaf_BE: Tensor
+    weighted: bool
+    applied: list[Tensor] = field(default_factory=list)
+    table_names = NAMES
+    corners = ((0, 0), (0, 0))
+    order_B = None
+
+    def lookup(self) -> Lookup:
+        flat = [bag for f in range(3) for bag in (example[f] for example in self.bags)]
+        lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64)
+        ids = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        weights = 0.5 + (ids % 2).double() if self.weighted else None
+        assert self.leaf_BE.grad is not None
+        return Lookup(LAYOUT, ids, offsets, self.leaf_BE.grad, weights)
+
+    def apply(self, gradients: list[RowGradient]) -> None:
+        for gradient, rows, width in zip(gradients, LAYOUT.num_rows, LAYOUT.widths):
+            dense = torch.zeros(rows, width, dtype=torch.float64)
+            dense[gradient.rows_U] = gradient.values_UD
+            self.applied.append(dense)
+
+
+def clipped_sum(examples: list[Any], clipping: Any, clip_norm: float, weighted: bool) -> Tensor:
+    """Everything that would be released, without noise, as one long vector."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(12, 3), nn.LayerNorm(3), nn.Linear(3, 1)).double()
+    size = len(examples)
+    leaf = (
+        torch.tensor([e[1] for e in examples], dtype=torch.float64).view(size, 12).requires_grad_()
+    )
+    scale = torch.tensor([e[2] for e in examples], dtype=torch.float64)
+    read = FakeRead([e[0] for e in examples], leaf, weighted)
+    capture = DenseCapture(dict(dense.named_parameters()))
+    with capture:
+        loss = dense(leaf).squeeze(1).square() * scale + (leaf * scale[:, None]).sum(1)
+    recipe = Recipe(EANA(), clipping, clip_norm, 0.0, expected_batch=7.0)
+    ranks = Ranks(size, 0, lambda tensor: None)
+    private_step(loss, [read], capture, recipe, ranks, FastNoise(RunKey.fixed(0)), 0)
+    released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
+    if not read.applied:
+        released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]
+    return torch.cat([tensor.double().flatten() for tensor in released]) * 7.0
+
+
+bag = lambda rows: st.lists(st.integers(0, rows - 1), max_size=4)  # noqa: E731
+number = st.floats(-1e3, 1e3, allow_nan=False, width=32)
+adversarial = st.sampled_from([0.0, 1e-20, 1.0, 1e8, 1e150, 1e308, math.inf, -math.inf, math.nan])
+example = st.tuples(
+    st.tuples(bag(5), bag(5), bag(3)),
+    st.lists(number, min_size=12, max_size=12),
+    st.one_of(st.floats(-10, 10), adversarial),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    examples=st.lists(example, min_size=1, max_size=4),
+    removed=st.integers(0, 3),
+    clipping=st.sampled_from(CLIPPINGS),
+    clip_norm=st.sampled_from([0.1, 1.0, 30.0]),
+    weighted=st.booleans(),
+)
+def test_removing_one_example_moves_the_sum_by_at_most_clip_norm(
+    examples: list[Any], removed: int, clipping: Any, clip_norm: float, weighted: bool
+) -> None:
+    removed %= len(examples)
+    rest = [e for i, e in enumerate(examples) if i != removed]
+    everyone = clipped_sum(examples, clipping, clip_norm, weighted)
+    others = clipped_sum(rest, clipping, clip_norm, weighted)
+    assert everyone.isfinite().all()
+    assert torch.linalg.vector_norm(everyone - others) <= clip_norm * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS, ids=lambda c: type(c).__name__)
+def test_the_bound_is_reached(clipping: Any) -> None:
+    """A bound that nothing comes near would prove little."""
+    big = (([1, 1], [1], [0]), [float(i) for i in range(12)], 50.0)
+    moved = torch.linalg.vector_norm(clipped_sum([big], clipping, 1.0, False))
+    assert moved == pytest.approx(1.0, rel=1e-3)
