@@ -180,6 +180,7 @@ def make_trainer(
     uneven_loaders: Any = "raise",
     hosts: int = 1,
     privacy: PrivacyPlan | None = None,
+    max_physical_batch: int | None = None,
     **kwargs: Any,
 ) -> Trainer:
     settings: dict[str, Any] = {
@@ -192,6 +193,7 @@ def make_trainer(
     return Trainer(
         strategy=DPSparseStrategy(
             privacy=privacy,
+            max_physical_batch=max_physical_batch,
             placement=placement,
             fused_optimizer=optimizer or FusedOptimizer(kind="sgd", learning_rate=0.1),
             uneven_loaders=uneven_loaders,

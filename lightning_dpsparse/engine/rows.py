@@ -20,6 +20,12 @@ class RowGradient:
     rows_U: Tensor
     values_UD: Tensor
 
+    def __add__(self, other: RowGradient) -> RowGradient:
+        rows_U, position = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)
+        values_UD = self.values_UD.new_zeros(rows_U.numel(), self.values_UD.shape[1])
+        values_UD.index_add_(0, position, torch.cat([self.values_UD, other.values_UD]))
+        return RowGradient(rows_U, values_UD)
+
     def empty(self) -> RowGradient:
         """Nothing, in the same shape and place."""
         return RowGradient(self.rows_U[:0], self.values_UD[:0])

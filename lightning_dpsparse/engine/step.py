@@ -1,7 +1,8 @@
 """The private step, on a page.
 
 Every rank holds the rows that it owns, and a local batch. It has run the forward pass: the tables'
-lookups ended in detached leaves, and every dense call was recorded. What remains is `private_step`.
+lookups ended in detached leaves, and every dense call was recorded. What remains is `clipped_sums`,
+once for every part of the batch that fits in memory, and one `release`.
 """
 
 from __future__ import annotations
@@ -69,28 +70,43 @@ class Read(Protocol):
         """Example of each bag column; None if columns are in the examples' order."""
         ...
 
+    @property
+    def num_rows(self) -> Sequence[int]:
+        """Rows of each table's piece here."""
+        ...
+
     def lookup(self) -> Lookup: ...
     def apply(self, gradients: list[RowGradient]) -> None:
         """Give the fused optimizer a gradient on rows of each table, in one call."""
         ...
 
 
-def private_step(
-    loss_n: Tensor,
-    reads: Sequence[Read],
-    dense: DenseCapture,
-    recipe: Recipe,
-    ranks: Ranks,
-    noise: NoiseSource,
-    step: int,
-) -> None:
-    """Update the tables, and leave the dense parameters' private gradients in `.grad`.
+@dataclass(frozen=True)
+class Clipped:
+    """Clipped sums over the expected batch, without noise. Secret."""
 
-    g~ = (1 / expected batch) * (sum_b f_b g_b + N(0, sigma^2 C^2)),  f_b from the example's norm
+    tables: list[list[RowGradient]]
+    """For every read, a gradient on rows of each of its tables."""
+    dense: Tensor
+    """All dense parameters end to end; this rank's examples only."""
 
-    Guarantees: before noise, adding or removing one example moves g~, over all tables, ranks and
-    dense layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant
-    of the run, never the number of examples drawn. No optimizer sees anything but g~.
+    def __add__(self, other: Clipped) -> Clipped:
+        """The sums of two parts of a batch."""
+        tables = [
+            [one + two for one, two in zip(mine, theirs)]
+            for mine, theirs in zip(self.tables, other.tables)
+        ]
+        return Clipped(tables, self.dense + other.dense)
+
+
+def clipped_sums(
+    loss_n: Tensor, reads: Sequence[Read], dense: DenseCapture, recipe: Recipe, ranks: Ranks
+) -> Clipped:
+    """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the example's norm.
+
+    Guarantees: adding or removing one example moves the result, over all tables, ranks and dense
+    layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
+    run, never the number of examples drawn.
     """
     # 1. One backward pass. It leaves a gradient at every lookup and at every dense call.
     loss_n.sum().backward()
@@ -119,26 +135,48 @@ def private_step(
         lookups = [_without(x, _take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
         dense.drop_examples(bad_B[mine])
 
-    # 4. Dense layers: clipped sums, added up over ranks, plus noise that every rank draws alike.
+    # 4. Clipped sums: rows where they live, dense layers for this rank's examples.
+    sums_of_tables = []
+    for read, lookup in zip(reads, lookups):
+        by_group = [clipped_row_gradients(lookup, _take(f_B, read.order_B)) for f_B in factors_KB]
+        sums_of_tables.append([by_group[group[name]][t] for t, name in enumerate(read.table_names)])
     factors_Kn = [f_B[mine] for f_B in factors_KB]
     sums = [dense.clipped_sum(name, factors_Kn[group[name]]) for name in dense.parameters]
-    flat = torch.cat([loss_n.new_zeros(0), *(gradient.flatten() for gradient in sums)])[None]
+    return Clipped(sums_of_tables, torch.cat([loss_n.new_zeros(0), *(x.flatten() for x in sums)]))
+
+
+def release(
+    clipped: Clipped,
+    reads: Sequence[Read],
+    dense: DenseCapture,
+    recipe: Recipe,
+    ranks: Ranks,
+    noise: NoiseSource,
+    step: int,
+) -> None:
+    """Add noise, update the tables, and leave the dense gradients in `.grad`.
+
+    g~ = clipped sum + N(0, (sigma C / expected batch)^2)
+
+    Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
+    """
+    # Dense layers: added up over ranks, plus noise that every rank draws alike.
+    flat = clipped.dense[None]
     ranks.sum(flat)
     flat += _noise(recipe, noise, flat, Stream("gradient", "dense layers", step))
-    pieces = flat[0].split([gradient.numel() for gradient in sums])
+    pieces = flat[0].split([parameter.numel() for parameter in dense.parameters.values()])
     for parameter, piece in zip(dense.parameters.values(), pieces):
         parameter.grad = piece.view_as(parameter)
 
-    # 5. Tables, where they live: clipped sums and the mechanism's noise, to the fused optimizer.
-    for read, lookup in zip(reads, lookups):
-        by_group = [clipped_row_gradients(lookup, _take(f_B, read.order_B)) for f_B in factors_KB]
+    # Tables, where they live: the mechanism says which rows take part, and draws their noise.
+    for read, gradients in zip(reads, clipped.tables):
         updates = []
         for t, (name, corner) in enumerate(zip(read.table_names, read.corners)):
-            clipped, stream = by_group[group[name]][t], Stream("gradient", name, step, corner)
-            draw = _Draw(recipe, noise, stream, clipped.values_UD)
-            updates.append(recipe.mechanism.updates(clipped, lookup.layout.num_rows[t], draw))
+            stream = Stream("gradient", name, step, corner)
+            draw = _Draw(recipe, noise, stream, gradients[t].values_UD)
+            updates.append(recipe.mechanism.updates(gradients[t], read.num_rows[t], draw))
         for parts in zip_longest(*updates):
-            read.apply([part or g.empty() for part, g in zip(parts, by_group[0])])
+            read.apply([part or g.empty() for part, g in zip(parts, gradients)])
 
 
 @dataclass(frozen=True)

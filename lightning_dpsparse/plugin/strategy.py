@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from lightning_dpsparse.plugin import loaders, refusals
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.fused import FusedOptimizer
+from lightning_dpsparse.sharded.parts import split_batch
 from lightning_dpsparse.sharded.placement import Placement
 from lightning_dpsparse.sharded.private import PrivateSteps
 
@@ -40,6 +41,8 @@ class DPSparseStrategy(DDPStrategy):
         privacy: The privacy plan. None is plain TorchRec training.
         placement: Where the tables go. By default TorchRec's planner decides.
         fused_optimizer: How the tables learn.
+        max_physical_batch: Most examples that a rank takes through the model at once in a private
+            step; larger batches are cut into parts, and clipped, noised and applied as one.
         uneven_loaders: What to do with loaders that give ranks different numbers of batches.
         process_group_backend: "gloo" or "nccl". By default what fits the device.
         timeout: How long a rank waits for the others.
@@ -53,6 +56,7 @@ class DPSparseStrategy(DDPStrategy):
         privacy: PrivacyPlan | None = None,
         placement: Placement | None = None,
         fused_optimizer: FusedOptimizer | None = None,
+        max_physical_batch: int | None = None,
         uneven_loaders: Literal["raise", "truncate"] = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -61,7 +65,13 @@ class DPSparseStrategy(DDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )
+        if max_physical_batch is not None and (privacy is None or max_physical_batch < 1):
+            raise ValueError(
+                f"Expected max_physical_batch of at least 1, and a privacy plan, found "
+                f"{max_physical_batch} and {privacy}. Without privacy, use a smaller batch_size."
+            )
         self.privacy = privacy
+        self.max_physical_batch = max_physical_batch
         self._private: PrivateSteps | None = None
         self._batch_size: int | None = None
         self.placement = placement or Placement()
@@ -173,8 +183,20 @@ class DPSparseStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._follow_schedule()
-        with self._private.capture() if self._private is not None else nullcontext():
+        if self._private is None:
             return super().training_step(*args, **kwargs)
+        batch, *rest = args
+        most = self.max_physical_batch
+        parts = [batch] if most is None else split_batch(batch, most, self.root_device)
+        self._private.start()
+        for part in parts[:-1]:
+            with self._private.capture():
+                output = super().training_step(part, *rest, **kwargs)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            assert isinstance(loss, Tensor)
+            self._private.add_part(refusals.one_loss_per_example(loss))
+        with self._private.capture():  # the last part goes the ordinary way, through `backward`
+            return super().training_step(parts[-1], *rest, **kwargs)
 
     def _follow_schedule(self) -> None:
         """Scale the tables' learning rate as the module's scheduler scales its own."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
-from lightning_dpsparse.engine.step import Ranks, Recipe, private_step
+from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.sharded.seam import ShardedTables, all_reads
@@ -33,6 +33,7 @@ class PrivateSteps:
             plan.mechanism, plan.clipping, plan.clip_norm, plan.noise_multiplier, expected_batch
         )
         self._noise = plan.make_source(_shared_key(plan))
+        self._sums: Clipped | None = None
         self._step = 0
 
     @contextmanager
@@ -48,12 +49,20 @@ class PrivateSteps:
             for collection in self._collections:
                 collection.is_cut = False
 
-    def step(self, loss_n: Tensor) -> None:
-        """Backward pass, clipping, noise, and the tables' update."""
+    def add_part(self, loss_n: Tensor) -> None:
+        """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
         for parameter in self._dense.parameters.values():
             parameter.grad = None
-        private_step(
-            loss_n,
+        reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
+        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks)
+        self._sums = part if self._sums is None else self._sums + part
+
+    def step(self, loss_n: Tensor) -> None:
+        """The last part of the batch, then noise and the update of all."""
+        self.add_part(loss_n)
+        assert self._sums is not None
+        release(
+            self._sums,
             all_reads(self._collections),
             self._dense,
             self._recipe,
@@ -61,8 +70,13 @@ class PrivateSteps:
             self._noise,
             self._step,
         )
+        self._sums = None
         self._step += 1
         self._forget()
+
+    def start(self) -> None:
+        """Before the first part of a batch: whatever an interrupted step left is void."""
+        self._sums = None
 
     def _forget(self) -> None:
         self._dense.clear()

@@ -60,6 +60,10 @@ class KernelRead:
     def corners(self) -> list[tuple[int, int]]:
         return [(piece.first_row, piece.first_column) for piece in self.pieces]
 
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        return self.layout.num_rows
+
     def apply(self, gradients: list[RowGradient]) -> None:
         apply_to_rows(self.kernel, self.layout, gradients)
 

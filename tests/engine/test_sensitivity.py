@@ -16,7 +16,7 @@ from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, 
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
-from lightning_dpsparse.engine.step import Ranks, Recipe, private_step
+from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
@@ -38,6 +38,7 @@ class FakeRead:
     table_names = NAMES
     corners = ((0, 0), (0, 0))
     order_B = None
+    num_rows = LAYOUT.num_rows
 
     def lookup(self) -> Lookup:
         flat = [bag for f in range(3) for bag in (example[f] for example in self.bags)]
@@ -70,7 +71,8 @@ def clipped_sum(examples: list[Any], clipping: Any, clip_norm: float, weighted: 
         loss = dense(leaf).squeeze(1).square() * scale + (leaf * scale[:, None]).sum(1)
     recipe = Recipe(EANA(), clipping, clip_norm, 0.0, expected_batch=7.0)
     ranks = Ranks(size, 0, lambda tensor: None)
-    private_step(loss, [read], capture, recipe, ranks, FastNoise(RunKey.fixed(0)), 0)
+    sums = clipped_sums(loss, [read], capture, recipe, ranks)
+    release(sums, [read], capture, recipe, ranks, FastNoise(RunKey.fixed(0)), 0)
     released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
     if not read.applied:
         released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]

@@ -76,13 +76,16 @@ def train(
     plan: PrivacyPlan,
     hosts: int = 1,
     poisoned: bool = False,
+    most: int | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Private training on every rank; runs inside a rank. A lone rank gets all examples."""
     torch.manual_seed(0)
     module = (Poisoned if poisoned else Recording)(**kwargs)
     rank = torch.distributed.get_rank() if world_size > 1 else None
-    trainer = make_trainer(world_size, placement, optimizer, hosts=hosts, privacy=plan)
+    trainer = make_trainer(
+        world_size, placement, optimizer, hosts=hosts, privacy=plan, max_physical_batch=most
+    )
     trainer.fit(module, Batches(sizes, rank, module.weighted))
     return {"start": module.start, "end": snapshot(module)}
 
@@ -184,6 +187,26 @@ def test_two_ranks_are_the_naive_step(
     start, end = run(two_ranks, SIZES[sizes], PLACEMENTS[name], optimizer, plan())
     expected = naive(start, SIZES[sizes], optimizer, 0.5)
     assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mixed", "row_wise"])
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD], ids=lambda o: o.kind)
+def test_a_batch_cut_into_parts_is_the_naive_step(
+    two_ranks: Ranks, most: int, name: str, optimizer: Any
+) -> None:
+    """Ranks of unequal size agree on the number of parts; one update, one noise for all of them."""
+    sizes = SIZES["uneven"]
+    start, end = run(two_ranks, sizes, PLACEMENTS[name], optimizer, plan(), most=most)
+    expected = naive(start, sizes, optimizer, 0.5)
+    assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+def test_a_batch_cut_into_parts_gets_its_noise_once(two_ranks: Ranks) -> None:
+    noisy = plan(noise=1.0, mechanism=DPSGD(chunk_rows=16))
+    start, whole = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy)
+    _, parts = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy, most=3)
+    assert_close(parts, {key: whole[key] for key in start}, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["grid", "table_row_wise"])

@@ -16,7 +16,14 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_dpsparse import EANA, FusedOptimizer, Placement, PrivacyPlan, TablePlacement
+from lightning_dpsparse import (
+    EANA,
+    DPSparseStrategy,
+    FusedOptimizer,
+    Placement,
+    PrivacyPlan,
+    TablePlacement,
+)
 from tests.ranks import Ranks
 from tests.small import SmallModule, loader, make_trainer
 
@@ -281,6 +288,12 @@ def test_the_divisor_must_be_known(one_rank: Ranks) -> None:
 def test_a_plan_is_checked_when_it_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PrivacyPlan(**({"noise_multiplier": 1.0} | settings))
+
+
+@pytest.mark.parametrize(("privacy", "most"), [(None, 4), (PLAN, 0)])
+def test_parts_of_a_batch_need_a_plan_and_an_example(privacy: Any, most: int) -> None:
+    with pytest.raises(ValueError, match="max_physical_batch of at least 1, and a privacy plan"):
+        DPSparseStrategy(privacy=privacy, max_physical_batch=most)
 
 
 def test_a_plan_says_what_is_not_private() -> None:
