@@ -30,7 +30,8 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Ranks]:
-    yield from _ranks(4)
+    """Two hosts of two ranks."""
+    yield from _ranks(4, per_host=2)
 
 
 @pytest.fixture(scope="module")

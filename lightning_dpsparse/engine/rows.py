@@ -19,6 +19,8 @@ class RowGradient:
 
     rows_U: Tensor
     values_UD: Tensor
+    first_row: int | None = None
+    """Set where the rows are consecutive from here on."""
 
     def __add__(self, other: RowGradient) -> RowGradient:
         rows_U, position = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)

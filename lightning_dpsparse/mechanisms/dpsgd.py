@@ -34,4 +34,4 @@ class DPSGD:
             values = draw(rows, part)
             here = slice(cuts[part], cuts[part + 1])
             values.index_add_(0, clipped.rows_U[here] - start, clipped.values_UD[here])
-            yield RowGradient(rows, values)
+            yield RowGradient(rows, values, first_row=start)

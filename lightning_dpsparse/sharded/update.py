@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Layout
@@ -25,6 +26,9 @@ def apply_to_rows(kernel: Any, layout: Layout, gradients: list[RowGradient]) -> 
     if most == 0:
         return
     tbe = kernel.emb_module
+    if tbe.optimizer is EmbOptimType.EXACT_SGD and all(_is_run(g) for g in gradients):
+        _add_runs(kernel, gradients)
+        return
     first = gradients[0]
     num_features = len(layout.table_of_feature)
     lengths_FK = first.rows_U.new_zeros(num_features, most)
@@ -43,6 +47,20 @@ def apply_to_rows(kernel: Any, layout: Layout, gradients: list[RowGradient]) -> 
     with torch.enable_grad():
         output = tbe(torch.cat(rows), offsets)
     output.backward(gradient_KE)
+
+
+def _is_run(gradient: RowGradient) -> bool:
+    return gradient.first_row is not None or gradient.rows_U.numel() == 0
+
+
+@torch.no_grad()
+def _add_runs(kernel: Any, gradients: list[RowGradient]) -> None:
+    """SGD on consecutive rows is one addition at memory speed: no lookup, no bags."""
+    learning_rate = kernel.emb_module.get_learning_rate()
+    for weight, gradient in zip(kernel.split_embedding_weights(), gradients):
+        if gradient.first_row is not None:
+            stop = gradient.first_row + gradient.rows_U.numel()
+            weight[gradient.first_row : stop].add_(gradient.values_UD, alpha=-learning_rate)
 
 
 def _take_back_a_step(tbe: Any) -> None:

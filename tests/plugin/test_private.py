@@ -13,9 +13,12 @@ from torch import Tensor
 
 from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
+from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.noise.sources import RowNoise
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close, update
 from tests.ranks import Ranks
 from tests.small import (
+    TABLES,
     Bags,
     Recording,
     Reference,
@@ -110,6 +113,28 @@ def grouped(names: list[str], each: Any, clip_norm: float) -> list[float]:
     return [result[f] for f in first]
 
 
+def add_replayed_noise(model: Reference, batch: Any, noisy: PrivacyPlan, step: int) -> None:
+    """The draws that row-keyed noise must make, added to whole gradients."""
+    source = RowNoise(noisy.make_key())
+    stddev = noisy.noise_multiplier * noisy.clip_norm / EXPECTED
+    bags = batch.sparse_features.to_dict() if batch.sparse_features.stride() else {}
+    for name, _, _, features in TABLES:
+        gradient = model.bags[name].weight.grad
+        stream = Stream("gradient", f"ebc.embedding_bags.{name}.weight", step)
+        drawn = source.fill_(torch.empty(gradient.shape), stream, stddev)
+        if isinstance(noisy.mechanism, EANA):
+            read = torch.zeros(len(drawn), dtype=torch.bool)
+            for feature in features if bags else []:
+                read[bags[feature].values()] = True
+            drawn[~read] = 0.0
+        gradient += drawn
+    dense = list(model.head.parameters())
+    flat_noise = torch.empty(1, sum(p.numel() for p in dense))
+    source.fill_(flat_noise, Stream("gradient", "dense layers", step), stddev)
+    for parameter, piece in zip(dense, flat_noise[0].split([p.numel() for p in dense])):
+        parameter.grad += piece.view_as(parameter)
+
+
 def naive(
     start: dict[str, Tensor],
     sizes: list[list[int]],
@@ -120,6 +145,7 @@ def naive(
     weighted: bool = False,
     poisoned: bool = False,
     factors: Any = None,
+    noisy: PrivacyPlan | None = None,
 ) -> dict[str, Tensor]:
     """Per-example gradients by autograd, clipped one by one, in float64."""
     model = Reference(start, mean=mean).double()
@@ -142,6 +168,9 @@ def naive(
         position += sum(parts)
         for parameter, gradient in zip(model.parameters(), total):
             parameter.grad = gradient / EXPECTED
+        if noisy is not None:
+            batch = collate([examples[position - sum(parts) + i] for i in range(sum(parts))])
+            add_replayed_noise(model, batch, noisy, step)
         dense.step()
         with torch.no_grad():
             for name, bag in model.bags.items():
@@ -244,10 +273,13 @@ def test_other_clipping_is_the_naive_step(
     assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5, factors=factors), 2e-6)
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
-def test_four_ranks_are_the_naive_step(four_ranks: Ranks, kind: Any) -> None:
+@pytest.mark.parametrize(
+    "kind", ["row_wise", "table_wise", "column_wise", "table_row_wise", "grid"]
+)
+def test_four_ranks_on_two_hosts_are_the_naive_step(four_ranks: Ranks, kind: Any) -> None:
+    """Two-level kinds interleave the hosts' examples on a shard: ranks 0, 2, 1, 3."""
     sizes = [[3, 0, 2, 1], [0, 0, 0, 5], [2, 2, 2, 2]]
-    start, end = run(four_ranks, sizes, Placement(default=kind), SGD, plan())
+    start, end = run(four_ranks, sizes, Placement(default=kind), SGD, plan(), hosts=2)
     assert_close(end, naive(start, sizes, SGD, 0.5), 1e-6)
 
 
@@ -355,6 +387,21 @@ def test_dpsgd_without_noise_is_the_naive_step(one_rank: Ranks, optimizer: Any) 
     everything = plan(mechanism=DPSGD(chunk_rows=16))
     start, end = run(one_rank, SIZES["uneven"], Placement(), optimizer, everything)
     expected = naive(start, SIZES["uneven"], optimizer, 0.5)
+    assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
+@pytest.mark.parametrize(
+    "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("name", ["table_wise", "row_wise"])
+def test_the_optimizer_sees_sum_and_noise_as_one_gradient(
+    two_ranks: Ranks, optimizer: Any, mechanism: Any, name: str
+) -> None:
+    """Adagrad's state would tell two calls from one, and noise that came too late."""
+    noisy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, noisy)
+    expected = naive(start, SIZES["uneven"], optimizer, 0.5, noisy=noisy)
     assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
 
 
