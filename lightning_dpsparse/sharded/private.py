@@ -77,6 +77,8 @@ class PrivateSteps:
     def start(self) -> None:
         """Before the first part of a batch: whatever an interrupted step left is void."""
         self._sums = None
+        for collection in self._collections:
+            collection.start_step()
 
     def _forget(self) -> None:
         self._dense.clear()

@@ -51,6 +51,8 @@ class KernelRead:
     leaf_BE: Tensor
     order_B: Tensor | None
     """Example of each bag column, numbered rank by rank; None if that is their order."""
+    steps_before: int
+    """Steps that the kernel had counted when this one began."""
 
     @property
     def table_names(self) -> list[str]:
@@ -65,7 +67,7 @@ class KernelRead:
         return self.layout.num_rows
 
     def apply(self, gradients: list[RowGradient]) -> None:
-        apply_to_rows(self.kernel, self.layout, gradients)
+        apply_to_rows(self.kernel, self.layout, gradients, self.steps_before)
 
     def lookup(self) -> Lookup:
         """The read with its gradient, after the backward pass."""
@@ -91,10 +93,18 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self.is_cut = False
         self.reads: list[KernelRead] = []
         self.padded_size = 0
+        self._steps_before = [0] * len(self._lookups)
         self._context: EmbeddingBagCollectionContext | None = None
         for index, lookup in enumerate(self._lookups):
             for kernel in lookup._emb_modules:
                 kernel.register_forward_hook(self._seam(index, kernel))
+
+    def start_step(self) -> None:
+        """Before the first forward pass of a private step."""
+        self._steps_before = [
+            max((int(k.emb_module.iter_cpu.item()) for k in lookup._emb_modules), default=0)
+            for lookup in self._lookups
+        ]
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor] | KeyedTensor:
         """As TorchRec's; cut and in training, every rank's batch is padded to the largest one.
@@ -141,6 +151,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     weights_L=args[0].weights_or_none() if self._is_weighted else None,
                     leaf_BE=leaf_BE,
                     order_B=self._order(index, output.device),
+                    steps_before=self._steps_before[index],
                 )
             )
             return leaf_BE

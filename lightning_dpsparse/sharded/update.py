@@ -14,7 +14,9 @@ from lightning_dpsparse.engine.rows import RowGradient
 # F features, K most rows of one table, E width of all features
 
 
-def apply_to_rows(kernel: Any, layout: Layout, gradients: list[RowGradient]) -> None:
+def apply_to_rows(
+    kernel: Any, layout: Layout, gradients: list[RowGradient], steps_before: int
+) -> None:
     """Update the given rows of each of the kernel's tables, once.
 
     FBGEMM only learns through a backward pass. So every row becomes a bag of its own: a lookup of
@@ -43,7 +45,9 @@ def apply_to_rows(kernel: Any, layout: Layout, gradients: list[RowGradient]) -> 
         if layout.features_of_table[table][0] == feature:
             rows.append(gradients[table].rows_U)
     offsets = torch.nn.functional.pad(lengths_FK.flatten().cumsum(0), (1, 0))
-    _take_back_a_step(tbe)
+    # Every forward pass counts a step, the training step's own too. Adam must see one.
+    tbe.iter_cpu.fill_(steps_before)
+    tbe.iter.fill_(steps_before)
     with torch.enable_grad():
         output = tbe(torch.cat(rows), offsets)
     output.backward(gradient_KE)
@@ -61,11 +65,3 @@ def _add_runs(kernel: Any, gradients: list[RowGradient]) -> None:
         if gradient.first_row is not None:
             stop = gradient.first_row + gradient.rows_U.numel()
             weight[gradient.first_row : stop].add_(gradient.values_UD, alpha=-learning_rate)
-
-
-def _take_back_a_step(tbe: Any) -> None:
-    """The coming forward pass counts a step that the training forward has counted already."""
-    steps = int(tbe.iter_cpu.item())
-    if steps > 0:
-        tbe.iter_cpu.fill_(steps - 1)
-        tbe.iter.fill_(steps - 1)

@@ -15,6 +15,7 @@ from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPl
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import RowNoise
+from lightning_dpsparse.sharded.fused import kernel_steps
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close, update
 from tests.ranks import Ranks
 from tests.small import (
@@ -351,6 +352,26 @@ def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
     ratio = float(draws.square().mean()) / stddev**2
     assert abs(ratio - 1) < 5 * math.sqrt(2 / n), f"{key}: variance is {ratio:.3f} of right"
     assert abs(float(draws.mean())) / stddev < 5 / math.sqrt(n)
+
+
+def count_steps(mechanism: Any, most: int | None) -> int:
+    module = Recording()
+    trainer = make_trainer(
+        1, Placement(), ROWWISE, privacy=plan(mechanism=mechanism), max_physical_batch=most
+    )
+    trainer.fit(module, Batches(SIZES["even"], None))
+    return kernel_steps(module)
+
+
+@pytest.mark.parametrize("most", [None, 3])
+@pytest.mark.parametrize(
+    "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
+)
+def test_the_kernels_count_one_step_a_step(
+    one_rank: Ranks, mechanism: Any, most: int | None
+) -> None:
+    """Adam, on CUDA, corrects its bias by this count; any optimizer but SGD keeps it."""
+    assert one_rank.run(count_steps, mechanism, most) == [len(SIZES["even"])]
 
 
 def test_two_runs_never_share_noise(one_rank: Ranks) -> None:
