@@ -163,7 +163,8 @@ def release(
     # Dense layers: added up over ranks, plus noise that every rank draws alike.
     flat = clipped.dense[None]
     ranks.sum(flat)
-    flat += _noise(recipe, noise, flat, Stream("gradient", "dense layers", step))
+    stream = Stream("gradient", "dense layers", step)
+    flat += _fill(torch.empty_like(flat), recipe, noise, stream)
     pieces = flat[0].split([parameter.numel() for parameter in dense.parameters.values()])
     for parameter, piece in zip(dense.parameters.values(), pieces):
         parameter.grad = piece.view_as(parameter)
@@ -190,17 +191,17 @@ class _Draw:
 
     def __call__(self, rows: Tensor, part: int) -> Tensor:
         s = self.stream
-        like = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
+        out = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
         stream = Stream(s.purpose, s.table, s.step, s.shard, part)
-        return _noise(self.recipe, self.noise, like, stream, rows)
+        return _fill(out, self.recipe, self.noise, stream, rows)
 
 
-def _noise(
-    recipe: Recipe, noise: NoiseSource, like: Tensor, stream: Stream, rows: Tensor | None = None
+def _fill(
+    out: Tensor, recipe: Recipe, noise: NoiseSource, stream: Stream, rows: Tensor | None = None
 ) -> Tensor:
     if recipe.noise_stddev == 0:
-        return torch.zeros_like(like)
-    return noise.fill_(torch.empty_like(like), stream, recipe.noise_stddev, rows)
+        return out.zero_()
+    return noise.fill_(out, stream, recipe.noise_stddev, rows)
 
 
 def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:

@@ -19,17 +19,17 @@ def apply_to_rows(
 ) -> None:
     """Update the given rows of each of the kernel's tables, once.
 
-    FBGEMM only learns through a backward pass. So every row becomes a bag of its own: a lookup of
-    length-1 bags, padded with empty ones to the same number for every feature, whose backward pass
-    gets the rows' gradients. (Variable batches would save the padding, and are 100 times slower on
-    CPU.)
+    FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
+    lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
+    backward pass gets the rows' gradients. (Variable batches would save the padding, and are 100
+    times slower on CPU.) SGD, which has no state, is applied directly.
     """
     most = max((gradient.rows_U.numel() for gradient in gradients), default=0)
     if most == 0:
         return
     tbe = kernel.emb_module
-    if tbe.optimizer is EmbOptimType.EXACT_SGD and all(_is_run(g) for g in gradients):
-        _add_runs(kernel, gradients)
+    if tbe.optimizer is EmbOptimType.EXACT_SGD:
+        _descend(kernel, gradients)
         return
     first = gradients[0]
     num_features = len(layout.table_of_feature)
@@ -53,15 +53,16 @@ def apply_to_rows(
     output.backward(gradient_KE)
 
 
-def _is_run(gradient: RowGradient) -> bool:
-    return gradient.first_row is not None or gradient.rows_U.numel() == 0
-
-
 @torch.no_grad()
-def _add_runs(kernel: Any, gradients: list[RowGradient]) -> None:
-    """SGD on consecutive rows is one addition at memory speed: no lookup, no bags."""
+def _descend(kernel: Any, gradients: list[RowGradient]) -> None:
+    """SGD has no state: w -= lr g on the rows themselves, at half the price of a lookup of bags."""
     learning_rate = kernel.emb_module.get_learning_rate()
     for weight, gradient in zip(kernel.split_embedding_weights(), gradients):
+        count = gradient.rows_U.numel()
         if gradient.first_row is not None:
-            stop = gradient.first_row + gradient.rows_U.numel()
-            weight[gradient.first_row : stop].add_(gradient.values_UD, alpha=-learning_rate)
+            run = weight[gradient.first_row : gradient.first_row + count]
+            run.add_(gradient.values_UD, alpha=-learning_rate)
+        elif count:
+            rows = weight.index_select(0, gradient.rows_U)
+            rows.add_(gradient.values_UD, alpha=-learning_rate)
+            weight.index_copy_(0, gradient.rows_U, rows)
