@@ -19,7 +19,7 @@ class DPSGD:
     The exact mechanism, and the slow one: its cost is the height of the tables.
     """
 
-    chunk_rows: int = 1 << 16
+    chunk_rows: int = 1 << 14
     """Rows that are updated at a time: noise never takes more memory than this many."""
 
     is_private: ClassVar[bool] = True
