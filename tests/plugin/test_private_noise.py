@@ -1,0 +1,132 @@
+"""Noise has its variance everywhere, is never shared, and enters with the gradient as one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
+from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
+from tests.private import ADAGRAD, EXPECTED, SIZES, Batches, naive, plan, run
+from tests.ranks import Ranks
+from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
+
+
+def test_a_batch_cut_into_parts_gets_its_noise_once(two_ranks: Ranks) -> None:
+    noisy = plan(noise=1.0, mechanism=DPSGD(chunk_rows=16))
+    start, whole = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy)
+    _, parts = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy, most=3)
+    assert_close(parts, {key: whole[key] for key in start}, 1e-6)
+
+
+class EveryStep(Recording):
+    """Remembers its weights after every step."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+        self.history: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.history.append(snapshot(self))
+
+
+def record_noise(world_size: int, placement: Placement, noisy: PrivacyPlan, steps: int) -> Any:
+    torch.manual_seed(0)
+    module = EveryStep()
+    rank = torch.distributed.get_rank()
+    sgd = FusedOptimizer(kind="sgd", learning_rate=1.0)
+    trainer = make_trainer(world_size, placement, sgd, privacy=noisy)
+    trainer.fit(module, Batches([[0] * world_size] * steps, rank))
+    return [module.start, *module.history]
+
+
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("source", ["fast", "secure"])
+def test_noise_has_its_variance_on_every_table_shard_and_layer(
+    two_ranks: Ranks, name: str, source: Any
+) -> None:
+    """Steps without an example: what moves is noise alone, on rows that nobody ever read."""
+    steps = 40
+    noisy = plan(2.0, noise=1.5, mechanism=DPSGD(chunk_rows=16), noise_source=source)
+    results = two_ranks.run(record_noise, 2, PLACEMENTS[name], noisy, steps)
+    stddev = 1.5 * 2.0 / EXPECTED
+    whole = [assemble([rank[s] for rank in results]) for s in range(steps + 1)]
+    for rank in results:
+        for i, (key, *_) in enumerate(rank[0]["pieces"]):
+            weights = torch.stack([snap["pieces"][i][3] for snap in rank]).double()
+            assert_variance(weights.diff(dim=0), stddev, key)
+    for key in whole[0]:
+        draws = torch.stack([snap[key].double() for snap in whole]).diff(dim=0)
+        assert_variance(draws, stddev, key)
+        flat = draws.flatten(1)
+        lag = (flat[1:] * flat[:-1]).mean() / stddev**2
+        assert abs(lag) < 5 / math.sqrt(flat[1:].numel()), f"{key}: steps share noise"
+    same_width = [whole[1][k] - whole[0][k] for k in whole[0] if whole[0][k].shape[-1:] == (8,)]
+    rows = torch.cat([t for t in same_width if t.dim() == 2])
+    assert len(rows.unique(dim=0)) == len(rows)  # no two rows of any table or shard drew alike
+
+
+def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
+    """n draws of known variance: the mean square has standard error sqrt(2 / n)."""
+    n = draws.numel()
+    ratio = float(draws.square().mean()) / stddev**2
+    assert abs(ratio - 1) < 5 * math.sqrt(2 / n), f"{key}: variance is {ratio:.3f} of right"
+    assert abs(float(draws.mean())) / stddev < 5 / math.sqrt(n)
+
+
+def test_two_runs_never_share_noise(one_rank: Ranks) -> None:
+    """Without a fixed key, the same seed and the same data still give fresh noise."""
+    fresh = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, expected_batch_size=EXPECTED)
+    one, two = (
+        assemble([run[1]])
+        for run in (one_rank.run(record_noise, 1, Placement(), fresh, 1)[0] for _ in range(2))
+    )
+    for key in one:
+        assert (one[key] != two[key]).float().mean() > 0.99
+
+
+def test_eana_moves_only_rows_that_were_read(one_rank: Ranks) -> None:
+    noisy = plan(noise=1.0)
+    start, end = run(one_rank, [[3, 0]], Placement(), SGD, noisy)
+    read = collate([Bags(100)[i] for i in range(3)]).sparse_features["f2"].values().unique()
+    key = "ebc.embedding_bags.t1.weight"
+    moved = (start[key] != end[key]).any(1).nonzero().squeeze(1)
+    assert torch.equal(moved, read)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
+@pytest.mark.parametrize(
+    "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("name", ["table_wise", "row_wise"])
+def test_the_optimizer_sees_sum_and_noise_as_one_gradient(
+    two_ranks: Ranks, optimizer: Any, mechanism: Any, name: str
+) -> None:
+    """Adagrad's state would tell two calls from one, and noise that came too late."""
+    noisy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, noisy)
+    expected = naive(start, SIZES["uneven"], optimizer, 0.5, noisy=noisy)
+    assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "mixed"])
+@pytest.mark.parametrize(
+    "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
+)
+def test_row_keyed_noise_is_the_same_on_one_rank_and_two(
+    one_rank: Ranks, two_ranks: Ranks, name: str, mechanism: Any
+) -> None:
+    """Noise is drawn once for each row by its owner, and once for the job in dense layers."""
+    noisy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
+    start, one = run(one_rank, SIZES["uneven"], Placement(), SGD, noisy)
+    _, two = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, noisy)
+    assert_close(two, {key: one[key] for key in start}, 1e-6)
+    quiet = naive(start, SIZES["uneven"], SGD, 0.5)
+    assert all((one[key] - quiet[key]).abs().max() > 1e-3 for key in quiet)
