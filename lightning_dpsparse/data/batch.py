@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -26,18 +27,18 @@ class Clicks(NamedTuple):
     ids_L: NDArray[np.int64]
 
 
-class ClickDataset(Dataset[Clicks]):
+class ClickDataset(Dataset[Clicks], ABC):
     """A map-style data set that is read many examples at a time, in any order."""
 
     num_rows: list[int]
     """Ids of feature f lie in 0 .. num_rows[f] - 1."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> Clicks:
         """The examples with these indices; a `DataLoader` asks for a batch at once."""
-        raise NotImplementedError
 
     @override
     def __getitem__(self, index: int) -> Clicks:

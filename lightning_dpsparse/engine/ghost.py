@@ -118,9 +118,8 @@ class DenseCapture(TorchFunctionMode):
 
     def drop_examples(self, bad_B: Tensor) -> None:
         """Leave out examples whose gradient is not finite: zero times infinity is not zero."""
-        for _, use in {
-            id(use): (role, use) for uses in self._uses.values() for role, use in uses
-        }.values():
+        recorded = {id(use): use for uses in self._uses.values() for _, use in uses}
+        for use in recorded.values():
             use.drop(bad_B)
 
     def check_nothing_escaped(self) -> None:
@@ -153,8 +152,13 @@ class DenseCapture(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         use = Product("linear", inputs=input.detach())
-        out = F.linear(input, self._record(weight, "weight", use), self._record(bias, "bias", use))  # type: ignore[arg-type]
-        return use.watch(out)
+        weight = self._record(weight, "weight", use)
+        offset = self._record(bias, "bias", use) if bias is not None else None
+        if not input.requires_grad and not weight.requires_grad:
+            # A gradient must reach the output though nothing before it wants one: a bias is cheap.
+            offset = weight.new_zeros(weight.shape[0]) if offset is None else offset.detach()
+            offset.requires_grad_()
+        return use.watch(F.linear(input, weight, offset))
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         use = Rows("embedding", ids=input)
@@ -181,21 +185,20 @@ class DenseCapture(TorchFunctionMode):
         """Sizes, devices and the like pass; arithmetic on one small parameter is recorded."""
         out = func(*args, **kwargs)
         what = operation_name(func)
+        made = out if isinstance(out, (list, tuple)) else [out]
+        if not any(isinstance(v, Tensor) and v.is_floating_point() for v in made):
+            return out
+        if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
+            return out
         values = [*args, *kwargs.values()]
         mine = [v for v in values if isinstance(v, Tensor) and id(v) in self._name]
-        if what == "__getitem__" and isinstance(args[1], int) and mine and isinstance(out, Tensor):
+        if what == "__getitem__" and isinstance(args[1], int) and mine:
             return self._slice(args[0], args[1])
-        if not isinstance(out, Tensor) or not (
-            out.requires_grad or (mine and out.is_floating_point())
-        ):
-            return out
-        if what == "detach":
-            return out
         batched = [
             v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
         ]
         small = len(mine) == 1 and mine[0].numel() <= MOST_NUMBERS_PER_EXAMPLE
-        if not small or not batched or not out.dim():
+        if not small or not batched or not isinstance(out, Tensor) or not out.dim():
             raise ValueError(
                 "Expected dense parameters in nn.Linear, LayerNorm, nn.Embedding, or in arithmetic "
                 f"of up to {MOST_NUMBERS_PER_EXAMPLE:,} numbers with a batch, found {what!r} on "

@@ -7,6 +7,7 @@ of outer products can be had from their factors.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass
-class Use:
+class Use(ABC):
     """One call that read a parameter."""
 
     what: str
@@ -43,9 +44,9 @@ class Use:
         if self.gradient is not None:
             self.gradient = _without(self.gradient, bad_B)
 
+    @abstractmethod
     def first_dimensions(self) -> list[int]:
         """First dimensions of inputs and output: each must be the batch."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -44,6 +47,17 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
                 "Expected an optimizer that takes one gradient a step, found LBFGS: each of its "
                 "evaluations would update the tables. Use SGD, Adagrad or Adam."
             )
+
+
+def loss_of(output: STEP_OUTPUT) -> Tensor:
+    """The loss of a private training_step. None would skip a step, which tells of the data."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            "Expected training_step to return a loss in every private step, found none: a skipped "
+            "step depends on the data, and other ranks would wait. Return the losses, even if zero."
+        )
+    return loss
 
 
 def one_loss_per_example(loss: Tensor) -> Tensor:

@@ -78,13 +78,6 @@ class DPSparseStrategy(DDPStrategy):
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
         self.uneven_loaders = uneven_loaders
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(
-            cls.strategy_name, cls, description="TorchRec sharded tables", override=True
-        )
-
     # ---- set-up ---------------------------------------------------------------------------------
 
     @override
@@ -192,11 +185,11 @@ class DPSparseStrategy(DDPStrategy):
         for part in parts[:-1]:
             with self._private.capture():
                 output = super().training_step(part, *rest, **kwargs)
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            assert isinstance(loss, Tensor)
-            self._private.add_part(refusals.one_loss_per_example(loss))
-        with self._private.capture():  # the last part goes the ordinary way, through `backward`
-            return super().training_step(parts[-1], *rest, **kwargs)
+            self._private.add_part(refusals.one_loss_per_example(refusals.loss_of(output)))
+        with self._private.capture():
+            output = super().training_step(parts[-1], *rest, **kwargs)
+        refusals.loss_of(output)
+        return output  # the last part goes the ordinary way, through `backward`
 
     def _follow_schedule(self) -> None:
         """Scale the tables' learning rate as the module's scheduler scales its own."""

@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -94,7 +91,6 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self.reads: list[KernelRead] = []
         self.padded_size = 0
         self._steps_before = [0] * len(self._lookups)
-        self._context: EmbeddingBagCollectionContext | None = None
         for index, lookup in enumerate(self._lookups):
             for kernel in lookup._emb_modules:
                 kernel.register_forward_hook(self._seam(index, kernel))
@@ -125,12 +121,6 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         """Without the capture of dense layers, which has nothing to see here and costs time."""
         with torch._C.DisableTorchFunction():
             return super().forward(features)
-
-    def compute_and_output_dist(
-        self, ctx: EmbeddingBagCollectionContext, input: Any
-    ) -> LazyAwaitable[KeyedTensor]:
-        self._context = ctx
-        return super().compute_and_output_dist(ctx, input)
 
     def _seam(self, index: int, kernel: Any) -> Any:
         def hook(

@@ -228,11 +228,31 @@ class Transposed(nn.Module):
         return x @ self.weight.T
 
 
+class Stacked(nn.Module):
+    """Slices of a parameter, put together again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.stack([self.weight[0], self.weight[1]]))
+
+
+class Chunked(Stacked):
+    """Pieces of a slice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.cat(self.weight[0].chunk(2))
+
+
 @pytest.mark.parametrize(
     ("model", "x", "message"),
     [
         (Folded(), positions(), r"of 'linear' on 'layer.weight', found sizes \[15\]"),
         (Positional(), positions(), "of 'embedding' on 'table.weight', found sizes"),
+        (Stacked(), vectors(), "found 'stack' on a list of them"),
+        (Chunked(), vectors(), "found 'chunk' on"),
         (Mixing(), vectors(), "found 'batch_norm', which"),
         (Transposed(), vectors(), r"found .* on \['weight'\]. Rewrite it with F.linear"),
     ],

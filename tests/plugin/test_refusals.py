@@ -239,6 +239,15 @@ def test_a_private_loss_must_be_one_per_example(one_rank: Ranks) -> None:
     refused(one_rank, r"one loss per example \(1-D\), found shape \(\)", scalar, privacy=PLAN)
 
 
+class Skipping(SmallModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+def test_a_private_step_cannot_be_skipped(one_rank: Ranks) -> None:
+    refused(one_rank, "a skipped step depends on the data", Skipping(), privacy=PLAN)
+
+
 def test_batchnorm_is_refused_privately(one_rank: Ranks) -> None:
     message = "found BatchNorm1d at 'norm', which mixes the examples of a batch. Use LayerNorm"
     refused(one_rank, message, WithTables("batchnorm"), privacy=PLAN)
