@@ -97,24 +97,32 @@ class DenseCapture(TorchFunctionMode):
                 base = self._slices[name].base if name in self._slices else name
                 yield base, self._square_norm(name, live)
 
-    def clipped_sum(self, name: str, factors_B: Tensor) -> Tensor:
-        """sum_b f_b g_b for one parameter; zero if no example touched it."""
-        parameter = self.parameters[name]
-        sums = self._weighted_sums(name, factors_B, parameter)
-        if len(sums) == 1:
-            return sums[0]
-        total = torch.zeros_like(parameter)
-        for one in sums:
-            total += one
+    def new_flat(self) -> Tensor:
+        """Memory for a gradient of all parameters, end to end."""
+        first = next(iter(self.parameters.values()), torch.empty(0))
+        return first.new_empty(sum(parameter.numel() for parameter in self.parameters.values()))
+
+    def pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of it."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters.values()])
+        return {name: part.view_as(p) for (name, p), part in zip(self.parameters.items(), parts)}
+
+    def clipped_sum(self, name: str, factors_B: Tensor, out: Tensor) -> Tensor:
+        """sum_b f_b g_b for one parameter, into `out`; zero if no example touched it."""
+        live = [(role, use) for role, use in self._uses[name] if use.gradient is not None]
+        if len(live) == 1:
+            return _weighted(*live[0], factors_B, out)
+        out.zero_()
+        for role, use in live:
+            out += _weighted(role, use, factors_B, torch.empty_like(out))
         for key, part in self._slices.items():
             if part.base == name:
-                for one in self._weighted_sums(key, factors_B, part.value):
-                    total[part.index] += one
-        return total
-
-    def _weighted_sums(self, key: str, factors_B: Tensor, like: Tensor) -> list[Tensor]:
-        uses = [(role, use) for role, use in self._uses[key] if use.gradient is not None]
-        return [_weighted(role, use, factors_B, like) for role, use in uses]
+                for role, use in self._uses[key]:
+                    if use.gradient is not None:
+                        out[part.index] += _weighted(
+                            role, use, factors_B, torch.empty_like(part.value)
+                        )
+        return out
 
     def drop_examples(self, bad_B: Tensor) -> None:
         """Leave out examples whose gradient is not finite: zero times infinity is not zero."""
@@ -285,16 +293,18 @@ class _Slice:
     value: Tensor
 
 
-def _weighted(role: str, use: Use, factors_B: Tensor, like: Tensor) -> Tensor:
-    """sum_b f_b g_b of one use."""
+def _weighted(role: str, use: Use, factors_B: Tensor, out: Tensor) -> Tensor:
+    """sum_b f_b g_b of one use, into `out`."""
     if isinstance(use, Product):
         scaled = use.scaled(factors_B).flatten(0, 1)
-        return scaled.sum(0) if role == "bias" else scaled.T @ use.factors()[0].flatten(0, 1)
+        if role == "bias":
+            return torch.sum(scaled, 0, out=out)
+        return torch.mm(scaled.T, use.factors()[0].flatten(0, 1), out=out)
     if role == "rows" and isinstance(use, Rows):
         ids, g = use.pairs()
         scaled = (g * factors_B[:, None, None]).flatten(0, 1)
-        return torch.zeros_like(like).index_add_(0, ids.flatten(), scaled)
-    return (factors_B @ _per_example(role, use, like)).view_as(like)
+        return out.zero_().index_add_(0, ids.flatten(), scaled)
+    return out.copy_((factors_B @ _per_example(role, use, out)).view_as(out))
 
 
 def _per_example(role: str, use: Use, parameter: Tensor) -> Tensor:

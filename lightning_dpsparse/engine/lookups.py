@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 # B examples of all ranks, F features, T tables, L lookups, E width of all features side by side,
 # D width of one table, U distinct rows
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Neighbouring tables of one width, taken as one matrix with their rows numbered through."""
+
+    tables: range
+    first_row: int
+    """Of the stack's first row, with all tables of the kernel numbered through."""
+    starts: tuple[int, ...]
+    """Where each table begins in the stack, with the end."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.starts[-1]
+
+    def bounds(self, rows_U: Tensor) -> list[int]:
+        """Where each table begins among these sorted rows of the stack, with the end."""
+        if len(self.tables) == 1:
+            return [0, rows_U.numel()]
+        return _bounds(rows_U, self.starts)
 
 
 @dataclass(frozen=True)
@@ -23,6 +45,8 @@ class Layout:
     """Rows of each table here."""
     is_mean: bool = False
     """Whether the kernel itself divides a bag by its length."""
+    is_stacked: bool = False
+    """Whether neighbouring tables of one width are updated as one matrix: fewer, larger calls."""
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
@@ -49,9 +73,19 @@ class Layout:
         return tuple(starts)
 
     @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all tables have one width."""
-        return len(set(self.widths)) <= 1
+    def stacks(self) -> tuple[Stack, ...]:
+        """What an update is made of: stacks of tables, or single tables."""
+        ends = [
+            t + 1
+            for t, width in enumerate(self.widths)
+            if not self.is_stacked or self.widths[t + 1 : t + 2] != (width,)
+        ]
+        stacks = []
+        for start, stop in pairwise([0, *ends]):
+            first = self.first_row[start]
+            starts = tuple(row - first for row in self.first_row[start : stop + 1])
+            stacks.append(Stack(range(start, stop), first, starts))
+        return tuple(stacks)
 
 
 @dataclass(frozen=True)
@@ -113,3 +147,10 @@ class Lookup:
             return self.coefficient_L
         keep_L = row_mask[self.row_L].to(self.gradient_BE.dtype)
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
+
+
+def _bounds(sorted_U: Tensor, starts: tuple[int, ...]) -> list[int]:
+    cuts: list[int] = torch.searchsorted(
+        sorted_U, torch.tensor(starts, device=sorted_U.device)
+    ).tolist()
+    return cuts

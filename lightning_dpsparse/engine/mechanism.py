@@ -22,5 +22,5 @@ class Mechanism(Protocol):
         ...
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        """Gradients on rows of one piece of one table, every row at most once a step."""
+        """Gradients on rows of one stack of tables, every row at most once a step."""
         ...

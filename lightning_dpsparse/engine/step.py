@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.clipping import Clipping
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.lookups import Lookup, Stack
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
@@ -25,6 +25,9 @@ from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
+
+_DENSE_CHUNK = 1 << 18
+"""Dense parameters that get noise at a time: noise for all would be memory as large as they are."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,13 @@ class Read(Protocol):
         ...
 
     @property
-    def num_rows(self) -> Sequence[int]:
-        """Rows of each table's piece here."""
+    def stacks(self) -> Sequence[Stack]:
+        """The tables, by what is updated together."""
         ...
 
     def lookup(self) -> Lookup: ...
     def apply(self, gradients: list[RowGradient]) -> None:
-        """Give the fused optimizer a gradient on rows of each table, in one call."""
+        """Give the fused optimizer a gradient on rows of each stack, in one call."""
         ...
 
 
@@ -86,7 +89,7 @@ class Clipped:
     """Clipped sums over the expected batch, without noise. Secret."""
 
     tables: list[list[RowGradient]]
-    """For every read, a gradient on rows of each of its tables."""
+    """For every read, a gradient on rows of each of its stacks of tables."""
     dense: Tensor
     """All dense parameters end to end; this rank's examples only."""
 
@@ -100,13 +103,18 @@ class Clipped:
 
 
 def clipped_sums(
-    loss_n: Tensor, reads: Sequence[Read], dense: DenseCapture, recipe: Recipe, ranks: Ranks
+    loss_n: Tensor,
+    reads: Sequence[Read],
+    dense: DenseCapture,
+    recipe: Recipe,
+    ranks: Ranks,
+    out: Tensor | None = None,
 ) -> Clipped:
     """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the example's norm.
 
     Guarantees: adding or removing one example moves the result, over all tables, ranks and dense
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
-    run, never the number of examples drawn.
+    run, never the number of examples drawn. `out` is memory for the dense part, if at hand.
     """
     # 1. One backward pass. It leaves a gradient at every lookup and at every dense call.
     loss_n.sum().backward()
@@ -136,13 +144,17 @@ def clipped_sums(
         dense.drop_examples(bad_B[mine])
 
     # 4. Clipped sums: rows where they live, dense layers for this rank's examples.
-    sums_of_tables = []
-    for read, lookup in zip(reads, lookups):
-        by_group = [clipped_row_gradients(lookup, _take(f_B, read.order_B)) for f_B in factors_KB]
-        sums_of_tables.append([by_group[group[name]][t] for t, name in enumerate(read.table_names)])
+    sums_of_tables = [
+        clipped_row_gradients(
+            lookup, _take(factors_KB, read.order_B), [group[name] for name in read.table_names]
+        )
+        for read, lookup in zip(reads, lookups)
+    ]
     factors_Kn = [f_B[mine] for f_B in factors_KB]
-    sums = [dense.clipped_sum(name, factors_Kn[group[name]]) for name in dense.parameters]
-    return Clipped(sums_of_tables, torch.cat([loss_n.new_zeros(0), *(x.flatten() for x in sums)]))
+    flat = dense.new_flat() if out is None else out
+    for name, piece in dense.pieces(flat).items():
+        dense.clipped_sum(name, factors_Kn[group[name]], out=piece)
+    return Clipped(sums_of_tables, flat)
 
 
 def release(
@@ -161,39 +173,52 @@ def release(
     Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
     """
     # Dense layers: added up over ranks, plus noise that every rank draws alike.
-    flat = clipped.dense[None]
+    flat = clipped.dense
     ranks.sum(flat)
-    stream = Stream("gradient", "dense layers", step)
-    flat += _fill(torch.empty_like(flat), recipe, noise, stream)
-    pieces = flat[0].split([parameter.numel() for parameter in dense.parameters.values()])
-    for parameter, piece in zip(dense.parameters.values(), pieces):
-        parameter.grad = piece.view_as(parameter)
+    for first in range(0, flat.numel() if recipe.noise_stddev else 0, _DENSE_CHUNK):
+        piece = flat[None, first : first + _DENSE_CHUNK]
+        stream = Stream("gradient", "dense layers", step, (0, first))
+        piece += noise.fill_(torch.empty_like(piece), stream, recipe.noise_stddev)
+    for name, piece in dense.pieces(flat).items():
+        dense.parameters[name].grad = piece
 
     # Tables, where they live: the mechanism says which rows take part, and draws their noise.
     for read, gradients in zip(reads, clipped.tables):
-        updates = []
-        for t, (name, corner) in enumerate(zip(read.table_names, read.corners)):
-            stream = Stream("gradient", name, step, corner)
-            draw = _Draw(recipe, noise, stream, gradients[t].values_UD)
-            updates.append(recipe.mechanism.updates(gradients[t], read.num_rows[t], draw))
+        updates = [
+            recipe.mechanism.updates(
+                gradient, stack.num_rows, _Draw(recipe, noise, read, stack, step, gradient)
+            )
+            for stack, gradient in zip(read.stacks, gradients)
+        ]
         for parts in zip_longest(*updates):
             read.apply([part or g.empty() for part, g in zip(parts, gradients)])
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """Noise for rows of one piece of one table."""
+    """Noise for rows of one stack of tables."""
 
     recipe: Recipe
     noise: NoiseSource
-    stream: Stream
-    like_UD: Tensor
+    read: Read
+    stack: Stack
+    step: int
+    like: RowGradient
 
     def __call__(self, rows: Tensor, part: int) -> Tensor:
-        s = self.stream
-        out = self.like_UD.new_empty(rows.numel(), self.like_UD.shape[1])
-        stream = Stream(s.purpose, s.table, s.step, s.shard, part)
-        return _fill(out, self.recipe, self.noise, stream, rows)
+        out = self.like.values_UD.new_empty(rows.numel(), self.like.values_UD.shape[1])
+        if not self.noise.is_by_row:  # one stream for all: its name is the first table's
+            return _fill(out, self.recipe, self.noise, self._stream(0, part))
+        bounds = self.stack.bounds(rows)
+        for t, (start, stop) in enumerate(pairwise(bounds)):
+            here = rows[start:stop] - self.stack.starts[t]
+            _fill(out[start:stop], self.recipe, self.noise, self._stream(t, part), here)
+        return out
+
+    def _stream(self, t: int, part: int) -> Stream:
+        table = self.stack.tables[t]
+        name, corner = self.read.table_names[table], self.read.corners[table]
+        return Stream("gradient", name, self.step, corner, part)
 
 
 def _fill(
@@ -216,8 +241,8 @@ def _add(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
         total_B.index_add_(0, order_B, values)
 
 
-def _take(values_B: Tensor, order_B: Tensor | None) -> Tensor:
-    return values_B if order_B is None else values_B[order_B]
+def _take(values: Tensor, order_B: Tensor | None) -> Tensor:
+    return values if order_B is None else values[..., order_B]
 
 
 def _without(lookup: Lookup, bad_B: Tensor) -> Lookup:

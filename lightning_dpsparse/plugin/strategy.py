@@ -29,6 +29,7 @@ from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.parts import split_batch
 from lightning_dpsparse.sharded.placement import Placement
 from lightning_dpsparse.sharded.private import PrivateSteps
+from lightning_dpsparse.sharded.refusals import check_wrappers
 
 
 class DPSparseStrategy(DDPStrategy):
@@ -105,6 +106,7 @@ class DPSparseStrategy(DDPStrategy):
         module = self.module
         refusals.check_trainer(trainer, self.precision_plugin)
         refusals.check_layers(module, sync_batchnorm=self._layer_sync is not None)
+        check_wrappers(module)
         self.precision_plugin.convert_module(module)
         if shards.sharded_collections(module):  # fit, test, fit again
             fused.check_kernels(module, self.fused_optimizer)

@@ -34,6 +34,7 @@ class PrivateSteps:
         )
         self._noise = plan.make_source(_shared_key(plan))
         self._sums: Clipped | None = None
+        self._flat = self._dense.new_flat()
         self._step = 0
 
     @contextmanager
@@ -54,7 +55,8 @@ class PrivateSteps:
         for parameter in self._dense.parameters.values():
             parameter.grad = None
         reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
-        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks)
+        out = self._flat if self._sums is None else None  # fresh memory costs more than the work
+        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks, out)
         self._sums = part if self._sums is None else self._sums + part
 
     def step(self, loss_n: Tensor) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_dpsparse.sharded.placement import COLUMN_MULTIPLE, SPLITS_ROWS
+from lightning_dpsparse.sharded.seam import ShardedTables
 
 
 def check_tables(module: nn.Module) -> None:
@@ -51,6 +55,23 @@ def _check_table(config: EmbeddingBagConfig, path: str, *, is_weighted: bool) ->
             f"Expected SUM pooling in {where}, found MEAN on a weighted collection: FBGEMM's CPU "
             "backward disagrees with its forward. Divide the weights by the bag length instead."
         )
+
+
+def check_wrappers(module: nn.Module) -> None:
+    """Refuse tables that something else wrapped or sharded, with settings of its own."""
+    for path, child in module.named_modules():
+        if isinstance(child, (DistributedDataParallel, DistributedModelParallel)):
+            raise ValueError(
+                f"Expected bare layers, found {type(child).__name__} at {path!r}: the strategy "
+                "shards tables and adds up gradients itself. Leave the wrapper out."
+            )
+        if isinstance(child, ShardedEmbeddingBagCollection) and not isinstance(
+            child, ShardedTables
+        ):
+            raise ValueError(
+                f"Expected tables that the strategy shards, found {path!r} sharded before, with an "
+                "optimizer that may clip or round by itself. Hand over the EmbeddingBagCollection."
+            )
 
 
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:

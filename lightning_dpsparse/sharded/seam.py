@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Layout, Lookup, Stack
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.sharded.update import apply_to_rows
 
@@ -60,8 +61,8 @@ class KernelRead:
         return [(piece.first_row, piece.first_column) for piece in self.pieces]
 
     @property
-    def num_rows(self) -> tuple[int, ...]:
-        return self.layout.num_rows
+    def stacks(self) -> tuple[Stack, ...]:
+        return self.layout.stacks
 
     def apply(self, gradients: list[RowGradient]) -> None:
         apply_to_rows(self.kernel, self.layout, gradients, self.steps_before)
@@ -123,6 +124,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             return super().forward(features)
 
     def _seam(self, index: int, kernel: Any) -> Any:
+        pieces, layout = self._pieces(kernel), kernel_layout(kernel)
+
         def hook(
             module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
         ) -> Tensor | None:
@@ -134,8 +137,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             self.reads.append(
                 KernelRead(
                     kernel=kernel,
-                    pieces=self._pieces(kernel),
-                    layout=kernel_layout(kernel),
+                    pieces=pieces,
+                    layout=layout,
                     ids_L=tbe._indices,
                     offsets=tbe._offsets,
                     weights_L=args[0].weights_or_none() if self._is_weighted else None,
@@ -179,6 +182,7 @@ def kernel_layout(kernel: Any) -> Layout:
         widths=tuple(tbe.dims[t] for t in range(len(tbe.embedding_specs))),
         num_rows=tuple(spec[0] for spec in tbe.embedding_specs),
         is_mean=tbe.pooling_mode == PoolingMode.MEAN,
+        is_stacked=tbe.optimizer is EmbOptimType.EXACT_SGD,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Layout
+from lightning_dpsparse.engine.lookups import Layout, Stack
 from lightning_dpsparse.engine.rows import RowGradient
 
 # F features, K most rows of one table, E width of all features
@@ -17,7 +19,7 @@ from lightning_dpsparse.engine.rows import RowGradient
 def apply_to_rows(
     kernel: Any, layout: Layout, gradients: list[RowGradient], steps_before: int
 ) -> None:
-    """Update the given rows of each of the kernel's tables, once.
+    """Update the given rows of each stack of the kernel's tables, once.
 
     FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
     lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
@@ -29,8 +31,9 @@ def apply_to_rows(
         return
     tbe = kernel.emb_module
     if tbe.optimizer is EmbOptimType.EXACT_SGD:
-        _descend(kernel, gradients)
+        _descend(kernel, layout.stacks, gradients)
         return
+    assert len(gradients) == len(layout.widths)  # optimizers with state: every table by itself
     first = gradients[0]
     num_features = len(layout.table_of_feature)
     lengths_FK = first.rows_U.new_zeros(num_features, most)
@@ -54,15 +57,29 @@ def apply_to_rows(
 
 
 @torch.no_grad()
-def _descend(kernel: Any, gradients: list[RowGradient]) -> None:
+def _descend(kernel: Any, stacks: Sequence[Stack], gradients: list[RowGradient]) -> None:
     """SGD has no state: w -= lr g on the rows themselves, at half the price of a lookup of bags."""
     learning_rate = kernel.emb_module.get_learning_rate()
-    for weight, gradient in zip(kernel.split_embedding_weights(), gradients):
+    for stack, gradient in zip(stacks, gradients):
         count = gradient.rows_U.numel()
+        if count == 0:
+            continue
+        weight = _matrix(kernel.emb_module, stack)
         if gradient.first_row is not None:
             run = weight[gradient.first_row : gradient.first_row + count]
             run.add_(gradient.values_UD, alpha=-learning_rate)
-        elif count:
-            rows = weight.index_select(0, gradient.rows_U)
-            rows.add_(gradient.values_UD, alpha=-learning_rate)
-            weight.index_copy_(0, gradient.rows_U, rows)
+        else:
+            # With an index that repeats along rows this is PyTorch's quickest way to add to rows.
+            index_UD = gradient.rows_U[:, None].expand_as(gradient.values_UD)
+            weight.scatter_add_(0, index_UD, gradient.values_UD * -learning_rate)
+
+
+def _matrix(tbe: Any, stack: Stack) -> Tensor:
+    """The stack's tables as one matrix: FBGEMM lays a kernel's tables end to end."""
+    first, width = stack.tables.start, tbe.dims[stack.tables.start]
+    at = [tbe.weights_physical_offsets[table] for table in stack.tables]
+    if at != [at[0] + start * width for start in stack.starts[:-1]]:
+        raise RuntimeError("Expected a kernel's tables end to end in memory, found a gap.")
+    on_host = tbe.embedding_specs[first][2] == EmbeddingLocation.HOST
+    memory = tbe.weights_host if on_host else tbe.weights_dev
+    return memory.detach()[at[0] : at[0] + stack.num_rows * width].view(-1, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
-from lightning_dpsparse.engine.rows import clipped_row_gradients
+from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
 
 B = 6
 LAYOUTS = {
@@ -18,6 +20,9 @@ LAYOUTS = {
     "other widths": Layout((0, 1, 2), (4, 8, 12), (7, 3, 5)),
     "shared table": Layout((0, 0, 1), (4, 4), (5, 3)),
     "shared table and other widths": Layout((0, 1, 0, 0), (8, 4), (4, 6)),
+    "stacked": Layout((0, 1, 2), (4, 4, 4), (7, 3, 5), is_stacked=True),
+    "stacked, shared table": Layout((0, 0, 1), (4, 4), (5, 3), is_stacked=True),
+    "two stacks": Layout((0, 2, 1, 3, 0), (4, 4, 8, 8), (7, 3, 5, 2), is_stacked=True),
 }
 
 
@@ -36,7 +41,7 @@ def make(layout: Layout, most: int, *, weighted: bool, mean: bool, seed: int = 0
     width = sum(layout.widths[t] for t in layout.table_of_feature)
     weights = torch.rand(ids.numel(), generator=generator, dtype=torch.float64) + 0.5
     return Lookup(
-        Layout(layout.table_of_feature, layout.widths, layout.num_rows, is_mean=mean),
+        replace(layout, is_mean=mean),
         ids,
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         torch.randn(B, width, generator=generator, dtype=torch.float64),
@@ -98,13 +103,35 @@ def test_norms_and_sums_match_autograd(
         found = square_norms(lookup, mask, tables=[table])
         torch.testing.assert_close(found, of_table, rtol=1e-12, atol=1e-12)
 
-    factors = torch.linspace(0.0, 1.0, B, dtype=torch.float64)
-    for table, found in enumerate(clipped_row_gradients(lookup, factors, mask)):
-        total = sum(f * tables[table] for f, tables in zip(factors, gradients))
-        dense = torch.zeros_like(total)  # type: ignore[arg-type]
-        dense[found.rows_U] = found.values_UD
-        torch.testing.assert_close(dense, total, rtol=1e-12, atol=1e-12)
-        assert (found.rows_U[1:] > found.rows_U[:-1]).all()
+    factors_KB = torch.linspace(0.0, 1.0, 2 * B, dtype=torch.float64).view(2, B)
+    groups = [table % 2 for table in range(len(lookup.layout.widths))]
+    for used, group_of_table in ((factors_KB[:1], [0] * len(groups)), (factors_KB, groups)):
+        found = by_table(lookup.layout, clipped_row_gradients(lookup, used, group_of_table, mask))
+        for table, (rows, values) in enumerate(found):
+            factors = used[group_of_table[table]]
+            total = sum(f * tables[table] for f, tables in zip(factors, gradients))
+            dense = torch.zeros_like(total)  # type: ignore[arg-type]
+            dense[rows] = values
+            torch.testing.assert_close(dense, total, rtol=1e-12, atol=1e-12)
+            assert (rows[1:] > rows[:-1]).all()
+
+
+def by_table(layout: Layout, found: list[RowGradient]) -> list[tuple[Tensor, Tensor]]:
+    """Rows within each table, and their values."""
+    result = []
+    for stack, gradient in zip(layout.stacks, found, strict=True):
+        cuts = pairwise(stack.bounds(gradient.rows_U))
+        for start, (first, last) in zip(stack.starts, cuts):
+            result.append((gradient.rows_U[first:last] - start, gradient.values_UD[first:last]))
+    assert len(result) == len(layout.widths)
+    return result
+
+
+def test_stacks_are_neighbours_of_one_width() -> None:
+    assert [list(s.tables) for s in LAYOUTS["two stacks"].stacks] == [[0, 1], [2, 3]]
+    assert [s.starts for s in LAYOUTS["two stacks"].stacks] == [(0, 7, 10), (0, 5, 7)]
+    assert [s.first_row for s in LAYOUTS["two stacks"].stacks] == [0, 10]
+    assert [list(s.tables) for s in LAYOUTS["one table per feature"].stacks] == [[0], [1], [2]]
 
 
 def test_repeated_ids_add_before_they_are_squared() -> None:
@@ -129,8 +156,9 @@ def test_features_that_share_a_row_add_before_they_are_squared() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_that_were_read_are_listed_though_their_sum_is_zero(name: str) -> None:
     lookup = make(LAYOUTS[name], 4, weighted=False, mean=False)
-    found = clipped_row_gradients(lookup, torch.zeros(B, dtype=torch.float64))
-    listed = torch.cat([g.rows_U + s for g, s in zip(found, lookup.layout.first_row)])
+    zeros_KB = torch.zeros(1, B, dtype=torch.float64)
+    found = clipped_row_gradients(lookup, zeros_KB, [0] * len(lookup.layout.widths))
+    listed = torch.cat([g.rows_U + s.first_row for g, s in zip(found, lookup.layout.stacks)])
     assert torch.equal(listed, lookup.row_L.unique())
 
 
@@ -147,7 +175,8 @@ def test_empty_batches_and_empty_bags_give_nothing(name: str, examples: int) -> 
         torch.ones(examples, width),
     )
     assert square_norms(lookup).tolist() == [0.0] * examples
-    assert all(g.rows_U.numel() == 0 for g in clipped_row_gradients(lookup, torch.ones(examples)))
+    found = clipped_row_gradients(lookup, torch.ones(1, examples), [0] * len(layout.widths))
+    assert all(g.rows_U.numel() == 0 for g in found)
 
 
 def fast_path(**kwargs: Any) -> Lookup:

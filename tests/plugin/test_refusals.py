@@ -8,6 +8,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -61,6 +64,14 @@ class WithTables(SmallModule):
                 name="t0", num_embeddings=4, embedding_dim=4, feature_names=["f0"]
             )
             self.other = EmbeddingBagCollection(tables=[config])
+        if self.change == "ddp":
+            self.head = DistributedDataParallel(self.head)
+        if self.change == "sharded":
+            clipping = {"gradient_clipping": True, "max_gradient": 1.0}
+            self.ebc = DistributedModelParallel(
+                nn.Sequential(EmbeddingBagCollection(tables=configs)),
+                sharders=[EmbeddingBagCollectionSharder(fused_params=clipping)],
+            ).module[0]
         if self.change == "batchnorm":
             self.norm = nn.BatchNorm1d(2)
 
@@ -132,6 +143,15 @@ def test_a_model_without_tables_is_refused(one_rank: Ranks) -> None:
     refused(
         one_rank, "Expected an EmbeddingBagCollection in the module, found none", WithTables("none")
     )
+
+
+def test_layers_must_not_be_wrapped(one_rank: Ranks) -> None:
+    message = "Expected bare layers, found DistributedDataParallel at 'head'"
+    refused(one_rank, message, WithTables("ddp"))
+
+
+def test_tables_that_fbgemm_clips_are_refused(one_rank: Ranks) -> None:
+    refused(one_rank, "found 'ebc' sharded before", WithTables("sharded"))
 
 
 def test_two_tables_cannot_share_a_name(one_rank: Ranks) -> None:
