@@ -132,7 +132,11 @@ def through_lightning(mechanism: DPSGD | EANA | None, noise: float = 0.8) -> Mod
             plan = None
             if mechanism is not None:
                 plan = PrivacyPlan(
-                    mechanism=mechanism, noise_multiplier=noise, expected_batch_size=workload.batch
+                    mechanism=mechanism,
+                    noise_multiplier=noise,
+                    expected_batch_size=workload.batch,
+                    sampling="unamplified",  # the same batches for every mode
+                    delta=1e-6,
                 )
             strategy = DPSparseStrategy(
                 privacy=plan,

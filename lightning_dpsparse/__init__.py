@@ -16,8 +16,8 @@ from lightning_dpsparse.version import __version__
 if TYPE_CHECKING:
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
     from lightning_dpsparse.mechanisms.eana import EANA
-    from lightning_dpsparse.plan import PrivacyPlan
-    from lightning_dpsparse.plugin.callbacks import PredictionWriter
+    from lightning_dpsparse.plan import PrivacyPlan, Users
+    from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
     from lightning_dpsparse.sharded.fused import FusedOptimizer
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
@@ -30,7 +30,10 @@ _HOME = {
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
     "Placement": "lightning_dpsparse.sharded.placement",
     "PredictionWriter": "lightning_dpsparse.plugin.callbacks",
+    "PrivacyMonitor": "lightning_dpsparse.plugin.callbacks",
+    "PrivacyReport": "lightning_dpsparse.plugin.callbacks",
     "TablePlacement": "lightning_dpsparse.sharded.placement",
+    "Users": "lightning_dpsparse.plan",
 }
 
 __all__ = [
@@ -40,8 +43,11 @@ __all__ = [
     "FusedOptimizer",
     "Placement",
     "PredictionWriter",
+    "PrivacyMonitor",
     "PrivacyPlan",
+    "PrivacyReport",
     "TablePlacement",
+    "Users",
     "__version__",
 ]
 

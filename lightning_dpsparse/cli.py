@@ -15,6 +15,10 @@ _DESCRIPTION = """Train sharded TorchRec recommenders from YAML recipes.
 
 recipes:
   fit, validate, test, predict     run a recipe: fit --config recipes/dlrm_synthetic.yaml
+privacy:
+  calibrate --epsilon E --examples N --batch B --steps T    how much noise a target needs
+  account --noise-multiplier S --examples N --batch B --steps T    what a run costs
+  report RUN_DIR                         what a run's privacy report says
 tools:
   prepare criteo FILE... --output DIR    turn Criteo's text files into arrays, once
   consolidate CHECKPOINT FILE            turn a sharded checkpoint into one ordinary file
@@ -139,7 +143,28 @@ def _doctor(argv: list[str]) -> None:
     sys.exit(1 if found["problems"] else 0)
 
 
+def _calibrate(argv: list[str]) -> None:
+    from lightning_dpsparse.calculator import calibrate_main
+
+    calibrate_main(argv)
+
+
+def _account(argv: list[str]) -> None:
+    from lightning_dpsparse.calculator import account_main
+
+    account_main(argv)
+
+
+def _report(argv: list[str]) -> None:
+    from lightning_dpsparse.calculator import report_main
+
+    report_main(argv)
+
+
 _TOOLS: dict[str, Callable[[list[str]], None]] = {
+    "calibrate": _calibrate,
+    "account": _account,
+    "report": _report,
     "prepare": _prepare,
     "consolidate": _consolidate,
     "doctor": _doctor,

@@ -185,6 +185,8 @@ def plan(
         noise_multiplier=noise,
         expected_batch_size=EXPECTED,
         fixed_key=5,
+        sampling="unamplified",  # loaders of the tests' own
+        delta=1e-6,
         **kwargs,
     )
 

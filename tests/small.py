@@ -6,6 +6,7 @@ SUM pooling.
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ TABLES = [
 ]
 FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
 NUM_COUNTS = 3
+_SCRATCH = tempfile.TemporaryDirectory()
 
 
 def tables(*, mean: bool = False) -> list[EmbeddingBagConfig]:
@@ -189,6 +191,7 @@ def make_trainer(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
+        "default_root_dir": _SCRATCH.name,
     }
     return Trainer(
         strategy=DPSparseStrategy(

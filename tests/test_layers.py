@@ -16,8 +16,14 @@ ORDER = [
     "noise",
     "engine",
     "mechanisms",
+    "accounting",
+    "sampling",
     "plan",
+    "budget",
     "version",
+    "report",
+    "facts",
+    "calculator",
     "sharded",
     "plugin",
     "data",
@@ -36,6 +42,7 @@ ALLOWED = {
     "fbgemm_gpu": {"sharded"},
     "torch.distributed": {"sharded"},
     "dp_accounting": {"accounting"},
+    "scipy": {"accounting"},
     "pyarrow": {"data"},
 }
 

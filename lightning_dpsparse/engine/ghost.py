@@ -1,4 +1,4 @@
-"""Per-example norms and clipped sums of dense layers from one backward pass.
+"""Per-example or per-user norms and clipped sums of dense layers from one backward pass.
 
 `DenseCapture` watches every torch call of the forward pass that reads a dense parameter, whatever
 module makes it: `nn.Linear`, a cross network's own `F.linear`, a weight that two layers share. The
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_dpsparse.engine.norms import not_below_rounding, row_square_norms
 from lightning_dpsparse.engine.uses import (
     General,
     Normalised,
@@ -86,16 +87,20 @@ class DenseCapture(TorchFunctionMode):
         self._uses: dict[str, list[tuple[str, Use]]] = {name: [] for name in self.parameters}
         self._slices: dict[str, _Slice] = {}
 
-    def square_norms(self, num_examples: int) -> Iterator[tuple[str, Tensor]]:
+    def square_norms(
+        self, num_examples: int, leader_B: Tensor | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name, squared norms (B,)) of every parameter that took part.
 
-        A parameter that was read in slices comes up once for each of them.
+        A parameter that was read in slices comes up once for each of them. With `leader_B`, the
+        first example of every example's unit, norms are those of a unit's summed gradient: they
+        stand at the leaders, and all other examples have zero.
         """
         for name, uses in self._uses.items():
             live = self._live(name, uses, num_examples)
             if live:
                 base = self._slices[name].base if name in self._slices else name
-                yield base, self._square_norm(name, live)
+                yield base, self._square_norm(name, live, leader_B)
 
     def new_flat(self) -> Tensor:
         """Memory for a gradient of all parameters, end to end."""
@@ -263,17 +268,22 @@ class DenseCapture(TorchFunctionMode):
             raise ValueError(f"Expected {name!r} read whole or in slices, found both.")
         return live
 
-    def _square_norm(self, name: str, uses: list[tuple[str, Use]]) -> Tensor:
+    def _square_norm(
+        self, name: str, uses: list[tuple[str, Use]], leader_B: Tensor | None
+    ) -> Tensor:
         parameter = self._slices[name].value if name in self._slices else self.parameters[name]
         roles = {role for role, _ in uses}
-        if len(uses) == 1 and isinstance(uses[0][1], Product) and uses[0][1].is_flat:
-            return uses[0][1].flat_square_norm(of_bias=uses[0][0] == "bias")
+        first = uses[0][1]
+        if leader_B is None and len(uses) == 1 and isinstance(first, Product) and first.is_flat:
+            return first.flat_square_norm(of_bias=roles == {"bias"})
         if roles == {"weight"}:
             pairs = [use.factors() for _, use in uses if isinstance(use, Product)]
-            return _outer_square_norm([a for a, _ in pairs], [g for _, g in pairs])
+            a, g = (torch.cat(side, dim=1) for side in zip(*pairs))
+            return _outer_square_norm(a, g) if leader_B is None else _by_unit(a, g, leader_B)
         if roles == {"rows"}:
             pairs = [use.pairs() for _, use in uses if isinstance(use, Rows)]
-            return _row_square_norm([i for i, _ in pairs], [g for _, g in pairs], len(parameter))
+            ids, g = (torch.cat(side, dim=1) for side in zip(*pairs))
+            return _row_square_norm(ids, g, len(parameter), leader_B)
         if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
             raise ValueError(
                 f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
@@ -281,7 +291,10 @@ class DenseCapture(TorchFunctionMode):
             )
         total = sum(_per_example(role, use, parameter) for role, use in uses)
         assert isinstance(total, Tensor)
-        return total.square().sum(1)
+        if leader_B is None:
+            return total.square().sum(1)
+        # The whole parameter is one row, on which a unit's examples meet.
+        return _row_square_norm(torch.zeros_like(leader_B)[:, None], total[:, None], 1, leader_B)
 
 
 @dataclass(frozen=True)
@@ -323,21 +336,32 @@ def _per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
     return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
 
 
-def _outer_square_norm(inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """|| sum_t g_t a_t^T ||^2 for every example, over all uses of one weight."""
-    a, g = torch.cat(inputs, dim=1), torch.cat(gradients, dim=1)
+def _outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
+    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O)."""
     positions = a.shape[1]
     if positions * positions <= a.shape[2] * g.shape[2]:
-        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2))  # the T x T Gram matrices are smaller
+        # The T x T Gram matrices are smaller. Where positions cancel, rounding may go below zero.
+        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0.0)
     return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
 
 
-def _row_square_norm(ids: list[Tensor], gradients: list[Tensor], num_rows: int) -> Tensor:
-    """Positions that read one row add up before they are squared."""
-    ids_BT, g_BTD = torch.cat(ids, dim=1), torch.cat(gradients, dim=1)
-    examples = torch.arange(ids_BT.shape[0], device=ids_BT.device)[:, None]
-    key, position = torch.unique(examples * num_rows + ids_BT, return_inverse=True)
-    summed = g_BTD.new_zeros(key.numel(), g_BTD.shape[2])
-    summed.index_add_(0, position.flatten(), g_BTD.flatten(0, 1))
-    squares = torch.linalg.vector_norm(summed, dim=1).square_()
-    return g_BTD.new_zeros(ids_BT.shape[0]).index_add_(0, key // num_rows, squares)
+def _by_unit(a: Tensor, g: Tensor, leader_B: Tensor) -> Tensor:
+    """The same for units: the examples of one are positions of a longer example."""
+    squares_B = g.new_zeros(len(g))
+    first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
+    for size in size_U.unique().tolist():
+        leaders = first_U[size_U == size]
+        members = leaders[:, None] + torch.arange(size, device=leaders.device)
+        squares_B[leaders] = _outer_square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
+    terms_BT = a.square().sum(2) * g.square().sum(2)
+    units_BT = leader_B[:, None].expand_as(terms_BT)
+    return not_below_rounding(squares_B, units_BT.flatten(), terms_BT.flatten())
+
+
+def _row_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | None) -> Tensor:
+    """Positions of a unit that read one row add up before they are squared."""
+    units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
+    key_L = (units_B[:, None] * num_rows + ids).flatten()
+    return row_square_norms(
+        key_L, g.flatten(0, 1), num_rows, len(ids), of_units=leader_B is not None
+    )

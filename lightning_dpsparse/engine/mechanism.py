@@ -21,6 +21,11 @@ class Mechanism(Protocol):
         """Whether the mechanism, with honest sampling and noise, is differentially private."""
         ...
 
+    @property
+    def threat_model(self) -> str:
+        """Against whom the guarantee holds, in a sentence."""
+        ...
+
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         """Gradients on rows of one stack of tables, every row at most once a step."""
         ...

@@ -1,8 +1,9 @@
-"""Exact per-example norms of the embedding gradient, without building it.
+"""Exact norms of every example's or user's embedding gradient, without building it.
 
 The gradient of example b on row r is the sum over b's lookups of r of coefficient * G, where G is
 the gradient of the bag that the lookup fed. Lookups of one row add up *before* they are squared:
-three hits on a row weigh 9, not 3, and features that share a table meet on its rows.
+three hits on a row weigh 9, not 3, and features that share a table meet on its rows. So do the
+examples of one user, where a user is what is clipped.
 """
 
 from __future__ import annotations
@@ -14,31 +15,40 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Lookup
 
-# B examples, F features, L lookups, E width of all features, D width of a table, U (example, row)s
+# B examples, F features, L lookups, E width of all features, D width of a table, U (unit, row)s
 
 
 def square_norms(
-    lookup: Lookup, row_mask: Tensor | None = None, tables: Collection[int] | None = None
+    lookup: Lookup,
+    row_mask: Tensor | None = None,
+    tables: Collection[int] | None = None,
+    leader_B: Tensor | None = None,
 ) -> Tensor:
     """Squared norm of every example's gradient on the kernel's rows, (B,).
 
     n_b^2 = sum over rows r of || sum over lookups l of r by b of c_l G_l ||^2
 
     With `row_mask` (a boolean per row, tables numbered through) only rows that it keeps count; with
-    `tables` only those tables.
+    `tables` only those tables. With `leader_B`, the first example of every example's unit, b is a
+    unit: its square stands at its leader, and all other examples have zero.
     """
     layout = lookup.layout
     chosen = range(len(layout.widths)) if tables is None else tables
+    coefficient_L = lookup.kept_coefficient(row_mask)
+    if leader_B is not None:
+        squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
+        for table in chosen:
+            squares_B += _by_row(lookup, coefficient_L, table, leader_B)
+        return squares_B
     alone = [
         layout.features_of_table[t][0] for t in chosen if len(layout.features_of_table[t]) == 1
     ]
     shared = [t for t in chosen if len(layout.features_of_table[t]) > 1]
-    coefficient_L = lookup.kept_coefficient(row_mask)
     if len(alone) == len(layout.table_of_feature) and lookup.is_one_hot and coefficient_L is None:
         return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
     squares_B = _of_unshared(lookup, coefficient_L, alone)
     for table in shared:
-        squares_B += _of_shared(lookup, coefficient_L, table)
+        squares_B += _by_row(lookup, coefficient_L, table)
     return squares_B
 
 
@@ -70,8 +80,10 @@ def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
     return weights.index_add_(0, key_U // max(lookup.layout.num_rows), sum_U.square_())
 
 
-def _of_shared(lookup: Lookup, coefficient_L: Tensor | None, table: int) -> Tensor:
-    """Features that meet in one table: their gradients are added row by row."""
+def _by_row(
+    lookup: Lookup, coefficient_L: Tensor | None, table: int, leader_B: Tensor | None = None
+) -> Tensor:
+    """Features and examples that meet in one table: their gradients are added row by row."""
     features = lookup.layout.features_of_table[table]
     num_examples, num_rows = lookup.num_examples, lookup.layout.num_rows[table]
     keys, values = [], []
@@ -82,12 +94,37 @@ def _of_shared(lookup: Lookup, coefficient_L: Tensor | None, table: int) -> Tens
         value = lookup.gradient_BE[:, lookup.layout.columns[feature]][example]
         if coefficient_L is not None:
             value = value * coefficient_L[here, None]
-        keys.append(example * num_rows + lookup.ids_L[here])
+        unit = example if leader_B is None else leader_B[example]
+        keys.append(unit * num_rows + lookup.ids_L[here])
         values.append(value)
-    key_U, position_L = torch.unique(torch.cat(keys), return_inverse=True)
-    value_LD = torch.cat(values)
+    return row_square_norms(
+        torch.cat(keys), torch.cat(values), num_rows, num_examples, of_units=leader_B is not None
+    )
+
+
+def row_square_norms(
+    key_L: Tensor, value_LD: Tensor, num_rows: int, num_examples: int, *, of_units: bool
+) -> Tensor:
+    """sum over rows of || sum of a unit's values on the row ||^2, (B,); keys are unit, row."""
+    key_U, position_L = torch.unique(key_L, return_inverse=True)
     sum_UD = value_LD.new_zeros(key_U.numel(), value_LD.shape[1]).index_add_(
         0, position_L, value_LD
     )
     squares_U = torch.linalg.vector_norm(sum_UD, dim=1).square_()
-    return value_LD.new_zeros(num_examples).index_add_(0, key_U // num_rows, squares_U)
+    squares_B = value_LD.new_zeros(num_examples).index_add_(0, key_U // num_rows, squares_U)
+    if not of_units:
+        return squares_B
+    return not_below_rounding(squares_B, key_L // num_rows, value_LD.square().sum(1))
+
+
+def not_below_rounding(squares_B: Tensor, unit_L: Tensor, term_squares_L: Tensor) -> Tensor:
+    """Squared norms, raised to what rounding may have hidden: eps (sum of the terms' norms)^2.
+
+    Examples of a user can cancel. Their terms are still added one by one, in another order and with
+    those of others in between, and leave errors of their own size. A norm of at least
+    sqrt(eps) sum_l ||v_l|| keeps every clipped term below C / sqrt(eps), and so its rounding below
+    sqrt(eps) C. Norms that do not cancel to that degree stay as they are.
+    """
+    terms_B = torch.bincount(unit_L, minlength=len(squares_B))
+    total_B = torch.zeros_like(squares_B).index_add_(0, unit_L, term_squares_L)
+    return squares_B.maximum(total_B * terms_B * torch.finfo(squares_B.dtype).eps)

@@ -47,7 +47,8 @@ def clipped_row_gradients(
     the gradient was.
 
     Guarantees: adding or removing example b changes the values of group k, over all its tables, by
-    at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same mask and tables.
+    at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same mask and tables. The same
+    goes for a unit whose examples have one factor, with n_kb from `square_norms` of its leader.
     """
     layout, num_examples = lookup.layout, max(1, lookup.num_examples)
     row_L, bag_L, coefficient_L = lookup.row_L, lookup.bag_L, lookup.coefficient_L

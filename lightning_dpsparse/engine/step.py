@@ -25,6 +25,7 @@ from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
+# A unit is what is clipped as one: an example, or all examples of a user, which lie side by side.
 
 _DENSE_CHUNK = 1 << 18
 """Dense parameters that get noise at a time: noise for all would be memory as large as they are."""
@@ -39,6 +40,8 @@ class Recipe:
     clip_norm: float
     noise_multiplier: float
     expected_batch: float
+    diagnose: bool = False
+    """Count what is clipped. Not private."""
 
     @property
     def noise_stddev(self) -> float:
@@ -92,6 +95,8 @@ class Clipped:
     """For every read, a gradient on rows of each of its stacks of tables."""
     dense: Tensor
     """All dense parameters end to end; this rank's examples only."""
+    units_clipped: Tensor | None = None
+    """Units that were clipped, and units in all; where the recipe asks for it."""
 
     def __add__(self, other: Clipped) -> Clipped:
         """The sums of two parts of a batch."""
@@ -99,7 +104,10 @@ class Clipped:
             [one + two for one, two in zip(mine, theirs)]
             for mine, theirs in zip(self.tables, other.tables)
         ]
-        return Clipped(tables, self.dense + other.dense)
+        counts = None
+        if self.units_clipped is not None and other.units_clipped is not None:
+            counts = self.units_clipped + other.units_clipped
+        return Clipped(tables, self.dense + other.dense, counts)
 
 
 def clipped_sums(
@@ -108,13 +116,16 @@ def clipped_sums(
     dense: DenseCapture,
     recipe: Recipe,
     ranks: Ranks,
+    leader_B: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Clipped:
-    """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the example's norm.
+    """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the norm of b's unit.
 
-    Guarantees: adding or removing one example moves the result, over all tables, ranks and dense
+    `leader_B` is the first example of every example's unit; None if units are examples.
+
+    Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
-    run, never the number of examples drawn. `out` is memory for the dense part, if at hand.
+    run, never the number of units drawn. `out` is memory for the dense part, if at hand.
     """
     # 1. One backward pass. It leaves a gradient at every lookup and at every dense call.
     loss_n.sum().backward()
@@ -123,21 +134,26 @@ def clipped_sums(
     lookups = [read.lookup() for read in reads]
 
     # 2. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
-    #    see of every example, and one all-reduce tells every rank every example's norm.
+    #    see of every unit, and one all-reduce tells every rank every unit's norm.
     group = _groups(reads, dense, recipe.clipping)
     squares_KB = loss_n.new_zeros(recipe.clipping.num_groups, ranks.num_examples)
     for read, lookup in zip(reads, lookups):
+        leaders = _renumber(leader_B, read.order_B)
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
-                _add(squares_B, square_norms(lookup, tables=tables), read.order_B)
-    for name, squares_n in dense.square_norms(loss_n.numel()):
+                squares = square_norms(lookup, tables=tables, leader_B=leaders)
+                _add(squares_B, squares, read.order_B)
+    leader_n = None if leader_B is None else leader_B[mine] - ranks.first_example
+    for name, squares_n in dense.square_norms(loss_n.numel(), leader_n):
         squares_KB[group[name], mine] += squares_n
     ranks.sum(squares_KB)
 
-    # 3. Factors. An example that overflowed anywhere counts nowhere.
+    # 3. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
+    squares_KB = squares_KB if leader_B is None else squares_KB[:, leader_B]
     bad_B = ~squares_KB.isfinite().all(0)
     factors_KB = recipe.clipping.factors(squares_KB, recipe.clip_norm)
+    counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
     factors_KB = factors_KB.masked_fill(bad_B, 0.0).div_(recipe.expected_batch)
     if bool(bad_B.any()):  # zero times infinity is not zero
         lookups = [_without(x, _take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
@@ -154,7 +170,7 @@ def clipped_sums(
     flat = dense.new_flat() if out is None else out
     for name, piece in dense.pieces(flat).items():
         dense.clipped_sum(name, factors_Kn[group[name]], out=piece)
-    return Clipped(sums_of_tables, flat)
+    return Clipped(sums_of_tables, flat, counts)
 
 
 def release(
@@ -239,6 +255,22 @@ def _add(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
         total_B += values
     else:
         total_B.index_add_(0, order_B, values)
+
+
+def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> Tensor:
+    """Units that were clipped, and units whose gradient is not zero."""
+    is_unit_B = (squares_KB > 0).any(0)
+    if leader_B is not None:
+        is_unit_B &= leader_B == torch.arange(leader_B.numel(), device=leader_B.device)
+    is_clipped_B = (factors_KB < 1).any(0) & is_unit_B
+    return torch.stack([is_clipped_B.sum(), is_unit_B.sum()])
+
+
+def _renumber(leader_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
+    """The leader of each bag column, itself a column."""
+    if leader_B is None or order_B is None:
+        return leader_B
+    return torch.argsort(order_B)[leader_B[order_B]]
 
 
 def _take(values: Tensor, order_B: Tensor | None) -> Tensor:

@@ -23,6 +23,9 @@ class DPSGD:
     """Rows that are updated at a time: noise never takes more memory than this many."""
 
     is_private: ClassVar[bool] = True
+    threat_model: ClassVar[str] = (
+        "The adversary sees every model on the way, after each step, and knows all other data."
+    )
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         bounds = range(0, num_rows, self.chunk_rows)

@@ -18,6 +18,7 @@ class EANA:
     """
 
     is_private: ClassVar[bool] = False
+    threat_model: ClassVar[str] = "None: which rows moved tells which ids were in the data."
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         if clipped.rows_U.numel():

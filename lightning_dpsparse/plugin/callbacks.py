@@ -9,8 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from typing_extensions import override
+
+from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.report import write as write_report
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -51,3 +54,65 @@ class PredictionWriter(BasePredictionWriter):
         for path in paths:
             path.unlink()
         print(f"{len(values):,} predictions written to {self.output}")
+
+
+class PrivacyMonitor(Callback):
+    """Logs what the private step does, beside the epsilon that the strategy always logs.
+
+    Args:
+        diagnostics: Also log the share of clipped units and of rows that were read. These are made
+            from private data without noise: their names begin with `nonprivate/`, and the report
+            lists them as a taint.
+    """
+
+    def __init__(self, diagnostics: bool = False) -> None:
+        self.diagnostics = diagnostics
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = private_run(trainer)
+        run.watch(diagnostics=self.diagnostics)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        values = private_run(trainer).measurements()
+        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+
+class PrivacyReport(Callback):
+    """Writes `privacy_report.json` and `.html` at every checkpoint and at the end of training.
+
+    Args:
+        folder: Where. By default beside the run's logs. (Every checkpoint has a copy of its own.)
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = folder
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._write(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        run = private_run(trainer)
+        folder = Path(self.folder) if self.folder else run.folder
+        if trainer.is_global_zero:
+            write_report(run.facts(), folder)
+
+
+def private_run(trainer: Trainer) -> PrivateRun:
+    run = getattr(trainer.strategy, "private_run", None)
+    if not isinstance(run, PrivateRun):
+        raise ValueError(
+            "Expected DPSparseStrategy with a privacy plan, found "
+            f"{type(trainer.strategy).__name__} without. Set privacy, or leave this callback out."
+        )
+    return run

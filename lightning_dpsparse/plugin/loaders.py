@@ -24,7 +24,7 @@ def training_loader(loader: object, uneven: Uneven, position: Callable[[], Posit
     """A loader that resumes in the middle of an epoch and never leaves a rank alone."""
     loader = same_number_of_batches(loader, "training", uneven)
     if isinstance(loader, DataLoader) and type(loader.batch_sampler) is data.BatchSampler:
-        return _rebuild(ResumableLoader, loader, _FromBatch(loader.batch_sampler, position))
+        return rebuild(ResumableLoader, loader, _FromBatch(loader.batch_sampler, position))
     return loader
 
 
@@ -49,7 +49,7 @@ def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, wor
         sampler: Any = batches
         if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
             sampler = _IndexBatchSamplerWrapper(batches)  # lets prediction writers know the order
-        return _rebuild(DataLoader, loader, sampler)
+        return rebuild(DataLoader, loader, sampler)
     return same_number_of_batches(loader, stage, uneven)
 
 
@@ -111,21 +111,23 @@ class EvaluationBatches:
         return part * size + min(part, odd)
 
 
-def _rebuild(cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler: Any) -> Any:
+def rebuild(
+    cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler: Any, **changes: Any
+) -> Any:
     """The same loader over another batch sampler."""
-    return cls(
-        loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    settings = {
+        "dataset": loader.dataset,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    return cls(batch_sampler=batch_sampler, **settings | changes)
 
 
 class _FromBatch:

@@ -49,6 +49,15 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
             )
 
 
+def check_private_resume(spent: object, plan: object) -> None:
+    """A model that was trained privately may not go on without a plan and keep its name."""
+    if spent is not None and plan is None:
+        raise ValueError(
+            "Expected a privacy plan to go on with a private run, found none: every further step "
+            "would be unprotected and uncounted. Set privacy on the strategy."
+        )
+
+
 def loss_of(output: STEP_OUTPUT) -> Tensor:
     """The loss of a private training_step. None would skip a step, which tells of the data."""
     loss = output.get("loss") if isinstance(output, Mapping) else output

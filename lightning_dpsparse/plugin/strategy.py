@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Generator, Mapping
@@ -15,7 +16,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,12 +24,13 @@ from typing_extensions import override
 
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
+from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
+from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.parts import split_batch
 from lightning_dpsparse.sharded.placement import Placement
-from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.refusals import check_wrappers
 
 
@@ -73,8 +75,8 @@ class DPSparseStrategy(DDPStrategy):
             )
         self.privacy = privacy
         self.max_physical_batch = max_physical_batch
-        self._private: PrivateSteps | None = None
-        self._batch_size: int | None = None
+        self._run: PrivateRun | None = None
+        self._carried: dict[str, Any] | None = None
         self.placement = placement or Placement()
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
         self.uneven_loaders = uneven_loaders
@@ -120,6 +122,8 @@ class DPSparseStrategy(DDPStrategy):
         build.broadcast_dense(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if self.privacy is not None:
+                self._run = PrivateRun(self.privacy, trainer)
         self.setup_precision_plugin()
 
     @property
@@ -146,8 +150,8 @@ class DPSparseStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.module.trainer
         if trainer.training:
-            size = getattr(dataloader, "batch_size", None)
-            self._batch_size = size * self.world_size if size else None
+            if self._run is not None:
+                dataloader = self._run.loader(dataloader)
             progress = trainer.fit_loop.epoch_loop.batch_progress
             return loaders.training_loader(
                 dataloader,
@@ -159,39 +163,52 @@ class DPSparseStrategy(DDPStrategy):
             dataloader, stage, self.uneven_loaders, self.global_rank, self.world_size
         )
 
+    @property
+    def private_run(self) -> PrivateRun | None:
+        """What the callbacks of this package talk to."""
+        return self._run
+
     # ---- one step -------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
-        if self.privacy is None:
-            return
-        expected = self.privacy.expected_batch_size or self._batch_size
-        if expected is None:
-            raise ValueError(
-                "Expected a batch size to divide by, found a loader without one. Set "
-                "expected_batch_size in the privacy plan."
-            )
-        self._private = PrivateSteps(self.module, self.privacy, expected)
-        for warning in self.privacy.warnings():
-            rank_zero_warn(warning)
+        if self._run is not None:
+            self._run.start(self.module)
+            self._run.end_if_spent(self.module.trainer.global_step)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._follow_schedule()
-        if self._private is None:
+        if self._run is None or self._run.steps is None:
             return super().training_step(*args, **kwargs)
+        self._run.begin_step()
+        self._show_epsilon()
+        private = self._run.steps
         batch, *rest = args
         most = self.max_physical_batch
         parts = [batch] if most is None else split_batch(batch, most, self.root_device)
-        self._private.start()
         for part in parts[:-1]:
-            with self._private.capture():
+            with private.capture():
                 output = super().training_step(part, *rest, **kwargs)
-            self._private.add_part(refusals.one_loss_per_example(refusals.loss_of(output)))
-        with self._private.capture():
+            private.add_part(refusals.one_loss_per_example(refusals.loss_of(output)))
+        with private.capture():
             output = super().training_step(parts[-1], *rest, **kwargs)
         refusals.loss_of(output)
         return output  # the last part goes the ordinary way, through `backward`
+
+    def _show_epsilon(self) -> None:
+        """In the progress bar and in every logger: an upper bound, this step included."""
+        assert self._run is not None
+        epsilon = self._run.budget.epsilon
+        if math.isfinite(epsilon):
+            self.module.log("epsilon", epsilon, prog_bar=True, batch_size=1)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self._run is not None:
+            self._run.end_if_spent(self.module.trainer.global_step + 1)  # counted after this
+        return output
 
     def _follow_schedule(self) -> None:
         """Scale the tables' learning rate as the module's scheduler scales its own."""
@@ -215,8 +232,8 @@ class DPSparseStrategy(DDPStrategy):
         Privately, every hook after this one sees noisy gradients only.
         """
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        if self._private is not None:
-            self._private.step(refusals.one_loss_per_example(loss))
+        if self._run is not None and self._run.steps is not None:
+            self._run.steps.step(refusals.one_loss_per_example(loss))
         else:
             mean = self._global_mean(loss)
             self.precision_plugin.backward(mean, self.module, optimizer, *args, **kwargs)
@@ -247,20 +264,33 @@ class DPSparseStrategy(DDPStrategy):
             path.unlink()
         self.barrier()
         meta = dict(checkpoint)
+        if self._run is not None and self._run.has_started:
+            meta[CHECKPOINT_KEY] = self._run.checkpoint()
+        elif self._carried is not None:
+            meta[CHECKPOINT_KEY] = self._carried
         sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
+        if self.is_global_zero and self._run is not None and self._run.has_started:
+            write_report(self._run.facts(), path)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        return sharded_checkpoint.load(
+        is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
+        checkpoint = sharded_checkpoint.load(
             path,
             self.module,
             strict=self.module.strict_loading,
-            with_optimizer=self.module.trainer.state.fn == TrainerFn.FITTING,
+            with_optimizer=is_fitting,
             weights_only=weights_only,
         )
+        self._carried = checkpoint.get(CHECKPOINT_KEY)
+        if is_fitting:
+            refusals.check_private_resume(self._carried, self.privacy)
+        if self._run is not None:
+            self._run.restore(checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -272,9 +302,28 @@ class DPSparseStrategy(DDPStrategy):
             shutil.rmtree(filepath, ignore_errors=True)
 
     @override
+    def on_train_end(self) -> None:
+        if self._run is None:
+            return
+        self._run.settle()
+        trainer = self.module.trainer
+        saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
+        if self._run.ended_early and trainer.global_step not in saved:
+            path = self._run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            rank_zero_info(f"The last model within the budget is in {path}.")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._run is not None:
+            self._run.settle()
+
+    @override
     def teardown(self) -> None:
         """Leave the module where it is: sharded tables cannot move to another device."""
-        self._private = None
+        if self._run is not None:
+            self._run.close()
         build.divide_gradients_by_world_size(True)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

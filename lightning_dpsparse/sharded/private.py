@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.noise.keys import RunKey
-from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.plan import RunPlan
 from lightning_dpsparse.sharded.seam import ShardedTables, all_reads
 from lightning_dpsparse.sharded.shards import sharded_collections, tables_hidden
+
+T = TypeVar("T")
 
 
 class PrivateSteps:
     """Opens the seams of a module's tables and takes private steps on it."""
 
-    def __init__(self, module: nn.Module, plan: PrivacyPlan, expected_batch: int) -> None:
+    _unit_sizes: Sequence[int] | None = None
+
+    def __init__(
+        self, module: nn.Module, run: RunPlan, key: RunKey, *, diagnose: bool = False
+    ) -> None:
         check_layers(module)
         self._collections = [
             collection
@@ -29,11 +37,18 @@ class PrivateSteps:
         with tables_hidden(module):
             trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._dense = DenseCapture(trainable)
+        plan = run.plan
         self._recipe = Recipe(
-            plan.mechanism, plan.clipping, plan.clip_norm, plan.noise_multiplier, expected_batch
+            plan.mechanism,
+            plan.clipping,
+            plan.clip_norm,
+            run.noise_multiplier,
+            run.expected_batch,
+            diagnose,
         )
-        self._noise = plan.make_source(_shared_key(plan))
+        self._noise = plan.make_source(key)
         self._sums: Clipped | None = None
+        self._counts: Tensor | None = None
         self._flat = self._dense.new_flat()
         self._step = 0
 
@@ -52,16 +67,16 @@ class PrivateSteps:
 
     def add_part(self, loss_n: Tensor) -> None:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
-        for parameter in self._dense.parameters.values():
-            parameter.grad = None
-        reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
-        out = self._flat if self._sums is None else None  # fresh memory costs more than the work
-        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks, out)
-        self._sums = part if self._sums is None else self._sums + part
+        if self._unit_sizes is not None:
+            raise ValueError(
+                "Expected the whole batch in one part, found more: a user's examples must be "
+                "clipped together. Leave max_physical_batch out, or draw fewer users."
+            )
+        self._clip(loss_n)
 
     def step(self, loss_n: Tensor) -> None:
         """The last part of the batch, then noise and the update of all."""
-        self.add_part(loss_n)
+        self._clip(loss_n)
         assert self._sums is not None
         release(
             self._sums,
@@ -72,15 +87,58 @@ class PrivateSteps:
             self._noise,
             self._step,
         )
+        self._counts = self._count_rows() if self._recipe.diagnose else None
         self._sums = None
-        self._step += 1
         self._forget()
 
-    def start(self) -> None:
-        """Before the first part of a batch: whatever an interrupted step left is void."""
-        self._sums = None
+    def start(self, step: int, unit_sizes: Sequence[int] | None = None) -> None:
+        """Before the first part of a batch: whatever an interrupted step left is void.
+
+        `step` names the noise: never the same for two batches under one key.
+        `unit_sizes` is how many examples each user has in this rank's batch, in order: a user is
+        then clipped as one. Without it every example is. All ranks give it, or none.
+        """
+        if unit_sizes is not None and min(unit_sizes, default=1) < 1:
+            raise ValueError(
+                f"Expected at least one example of every user, found {min(unit_sizes)}. Leave out "
+                "users without examples."
+            )
+        self._step, self._sums, self._unit_sizes = step, None, unit_sizes
         for collection in self._collections:
             collection.start_step()
+
+    def _count_rows(self) -> Tensor:
+        """Units clipped and in all, rows read and in all, over all ranks."""
+        assert self._sums is not None
+        assert self._sums.units_clipped is not None
+        counts = self._sums.units_clipped.new_zeros(4)
+        counts[2] = sum(g.rows_U.numel() for read in self._sums.tables for g in read)
+        reads = all_reads(self._collections)
+        counts[3] = sum(stack.num_rows for read in reads for stack in read.stacks)
+        _sum_over_ranks(counts)
+        counts[:2] = self._sums.units_clipped  # every rank has counted all
+        return counts
+
+    def diagnostics(self) -> dict[str, float]:
+        """Of the last step, where asked for. Made from private data without noise."""
+        if self._counts is None:
+            return {}
+        clipped, units, read, rows = (float(count) for count in self._counts)
+        return {"units_clipped": clipped / max(1.0, units), "rows_read": read / max(1.0, rows)}
+
+    @property
+    def noise_stddev(self) -> float:
+        """Of the noise on each coordinate of the mean gradient."""
+        return self._recipe.noise_stddev
+
+    def _clip(self, loss_n: Tensor) -> None:
+        for parameter in self._dense.parameters.values():
+            parameter.grad = None
+        reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
+        leader_B = None if self._unit_sizes is None else self._leaders(loss_n, ranks)
+        out = self._flat if self._sums is None else None  # fresh memory costs more than the work
+        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks, leader_B, out)
+        self._sums = part if self._sums is None else self._sums + part
 
     def _forget(self) -> None:
         self._dense.clear()
@@ -98,14 +156,40 @@ class PrivateSteps:
         world, rank = dist.get_world_size(), dist.get_rank()
         return Ranks(world * size, rank * size, _sum_over_ranks)
 
+    def _leaders(self, loss_n: Tensor, ranks: Ranks) -> Tensor | None:
+        """The first example of every example's unit, for all ranks; None if each is its own."""
+        sizes = torch.tensor(self._unit_sizes, dtype=torch.int64)
+        if sizes.sum() != loss_n.numel():
+            raise ValueError(
+                f"Expected unit sizes that add up to the {loss_n.numel()} losses of this rank, "
+                f"found {len(sizes)} users with {int(sizes.sum())} examples. Give the number of "
+                "examples of each user, in the order of the batch."
+            )
+        all_B = torch.arange(ranks.num_examples, device=loss_n.device)
+        # Padding leads itself, and makes the ranks' pieces equal in size.
+        leader_P = all_B.view(dist.get_world_size(), -1)[dist.get_rank()].clone()
+        first_U = ranks.first_example + sizes.cumsum(0) - sizes
+        leader_P[: loss_n.numel()] = first_U.repeat_interleave(sizes).to(loss_n.device)
+        leader_B = torch.empty_like(all_B)
+        dist.all_gather_into_tensor(leader_B, leader_P)
+        return None if torch.equal(leader_B, all_B) else leader_B
+
 
 def _sum_over_ranks(tensor: Tensor) -> None:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
 
 
-def _shared_key(plan: PrivacyPlan) -> RunKey:
-    """Rank 0's key on every rank: shards differ by stream, replicated layers draw alike."""
-    keys = [plan.make_key()]
-    dist.broadcast_object_list(keys, src=0)
-    return keys[0]
+def from_rank_zero(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; its error too, so that none waits for it."""
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except Exception as error:
+            made[1] = error
+    dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
+    result: T = made[0]
+    return result

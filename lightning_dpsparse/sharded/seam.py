@@ -131,6 +131,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         ) -> Tensor | None:
             if not (self.is_cut and self.training and torch.is_grad_enabled()):
                 return None
+            if any(read.kernel is kernel for read in self.reads):
+                raise ValueError(
+                    f"Expected the tables of {self._module_fqn!r} to be read once in a private "
+                    "step, found a second call: an example's norm would miss what the two share. "
+                    "Read all features in one call."
+                )
             leaf_BE = output.detach().requires_grad_()
             # Read after the forward pass, from the kernel: it may have rewritten ids in place.
             tbe = kernel.emb_module

@@ -83,7 +83,13 @@ def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
 
 def test_two_runs_never_share_noise(one_rank: Ranks) -> None:
     """Without a fixed key, the same seed and the same data still give fresh noise."""
-    fresh = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, expected_batch_size=EXPECTED)
+    fresh = PrivacyPlan(
+        mechanism=DPSGD(),
+        noise_multiplier=1.0,
+        expected_batch_size=EXPECTED,
+        sampling="unamplified",
+        delta=1e-6,
+    )
     one, two = (
         assemble([run[1]])
         for run in (one_rank.run(record_noise, 1, Placement(), fresh, 1)[0] for _ in range(2))

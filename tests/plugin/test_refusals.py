@@ -285,6 +285,17 @@ def test_losses_must_match_the_examples(one_rank: Ranks) -> None:
     refused(one_rank, "one loss for every example", Halved(), privacy=PLAN)
 
 
+class ReadTwice(SmallModule):
+    def forward(self, batch: Any) -> Any:
+        self.ebc(batch.sparse_features).to_dict()
+        return super().forward(batch)
+
+
+def test_tables_are_read_once_in_a_private_step(one_rank: Ranks) -> None:
+    message = "Expected the tables of 'ebc' to be read once in a private step"
+    refused(one_rank, message, ReadTwice(), privacy=PLAN)
+
+
 class Loader:
     """No batch size to read off."""
 
@@ -296,7 +307,8 @@ class Loader:
 
 
 def fit_without_batch_size() -> None:
-    make_trainer(1, privacy=PLAN).fit(SmallModule(), Loader())
+    plan = PrivacyPlan(noise_multiplier=1.0, sampling="unamplified", delta=1e-6)
+    make_trainer(1, privacy=plan).fit(SmallModule(), Loader())
 
 
 def test_the_divisor_must_be_known(one_rank: Ranks) -> None:
@@ -326,13 +338,10 @@ def test_parts_of_a_batch_need_a_plan_and_an_example(privacy: Any, most: int) ->
 
 
 def test_a_plan_says_what_is_not_private() -> None:
-    assert any(
-        "EANA is not" in w for w in PrivacyPlan(mechanism=EANA(), noise_multiplier=1.0).warnings()
-    )
-    assert any("noise_multiplier=0" in w for w in PrivacyPlan(noise_multiplier=0.0).warnings())
-    fixed = PrivacyPlan(noise_multiplier=1.0, fixed_key=1)
-    assert any("Fixed noise key" in w for w in fixed.warnings())
-    assert len(PLAN.warnings()) == 1  # no accounting yet
+    assert "EANA is not" in PrivacyPlan(mechanism=EANA(), noise_multiplier=1.0).faults()[0]
+    assert "noise_multiplier=0" in PrivacyPlan(noise_multiplier=0.0).faults()[0]
+    assert "Fixed noise key" in PrivacyPlan(noise_multiplier=1.0, fixed_key=1).faults()[0]
+    assert PLAN.faults() == []
 
 
 def fit_other_lightning() -> None:

@@ -1,0 +1,1 @@
+"""What a run costs: events, privacy loss distributions, calibration, and the ledger."""

@@ -1,0 +1,120 @@
+"""From events to epsilon, and from epsilon to noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from dp_accounting.dp_event import DpEvent
+from dp_accounting.privacy_accountant import UnsupportedEventError
+from dp_accounting.rdp import RdpAccountant
+from scipy.optimize import brentq
+
+from lightning_dpsparse.accounting.losses import COARSE, FINE, compose, losses_of
+
+Charges = Sequence[tuple[DpEvent, int]]
+"""Events and how often each was run."""
+
+_ORDERS = [*range(2, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
+TOLERANCE = 1e-4
+"""Of a calibrated noise multiplier."""
+
+
+def epsilon_of(charges: Charges, delta: float, grid: float = FINE) -> float:
+    """The least epsilon at this delta, rounded up by the grid; infinite if something leaked."""
+    total = compose([losses_of(event, count, grid) for event, count in charges], grid)
+    return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
+
+
+def epsilons_of(charges: Charges, deltas: Sequence[float]) -> list[float]:
+    """The same at several deltas."""
+    total = compose([losses_of(event, count) for event, count in charges])
+    if total is None:
+        return [math.inf] * len(deltas)
+    return [max(0.0, float(total.get_epsilon_for_delta(delta))) for delta in deltas]
+
+
+def rdp_epsilon_of(charges: Charges, delta: float) -> float | None:
+    """By another road, Renyi divergences: looser, and independent code. None if it has no way."""
+    accountant = RdpAccountant(_ORDERS)
+    try:
+        for event, count in charges:
+            accountant.compose(event, count)
+    except UnsupportedEventError:
+        return None
+    return float(accountant.get_epsilon(delta))
+
+
+def default_delta(num_units: int) -> float:
+    """1 / (10 N), rounded down to a power of ten.
+
+    >>> default_delta(1_000_000), default_delta(45_840_617)
+    (1e-07, 1e-09)
+    """
+    return float(f"1e{-math.ceil(math.log10(10 * num_units) - 1e-12)}")
+
+
+def calibrate(
+    cost: Callable[[float, float], float],
+    epsilon: float,
+    tolerance: float = TOLERANCE,
+    grid: float = FINE,
+) -> float:
+    """The least noise multiplier, to `tolerance`, with cost(noise multiplier, grid) <= epsilon.
+
+    Searched on the coarse grid first. There epsilon comes out too large, and so does the noise: the
+    fine search starts just below.
+    """
+
+    @cache
+    def excess(noise: float, grid: float) -> float:
+        return min(cost(noise, grid) - epsilon, 1e9)
+
+    low, high = _bracket(lambda noise: excess(noise, COARSE), 0.25, 2.0)
+    rough = float(brentq(excess, low, high, args=(COARSE,), xtol=10 * tolerance))
+    if grid >= COARSE:
+        noise = rough
+    else:
+        low, high = _bracket(lambda noise: excess(noise, grid), rough * 0.985, rough * 1.005)
+        noise = float(brentq(excess, low, high, args=(grid,), xtol=tolerance / 2))
+    while excess(noise, grid) > 0:  # the root is known to half a tolerance, from either side
+        noise += tolerance / 2
+    return noise
+
+
+def most_steps(costs_at_most: Callable[[int], bool], planned: int | None) -> int:
+    """The largest number of steps, up to `planned`, for which the answer is yes."""
+    if planned is not None and costs_at_most(planned):
+        return planned
+    if not costs_at_most(0):
+        return 0
+    low, high = 0, 1
+    if planned is None:
+        while costs_at_most(high):
+            low, high = high, high * 2
+    else:
+        high = planned
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if costs_at_most(middle) else (low, middle)
+    return low
+
+
+def _bracket(excess: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Two noise multipliers, one with too little noise and one with enough."""
+    while excess(high) > 0:
+        low, high = high, high * 1.5
+        if high > 1e6:
+            raise ValueError(
+                "Expected a budget that some noise can meet, found none below a noise multiplier "
+                "of a million. Take fewer steps, or a larger epsilon or delta."
+            )
+    while excess(low) <= 0:
+        low, high = low / 1.5, low
+        if low < 1e-3:
+            raise ValueError(
+                "Expected a budget that needs noise, found one that the least noise meets. Take a "
+                "smaller epsilon."
+            )
+    return low, high

@@ -1,0 +1,175 @@
+"""The privacy events of a step, in dp-accounting's terms, and two that it has none for.
+
+Adjacency is always: one unit (an example, or a user) added or removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attr
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+from scipy.stats import binom
+
+
+@attr.s(frozen=True)
+class GumbelDpEvent(DpEvent):
+    """Gumbel noise of scale 1/epsilon on all counts of a histogram, of which one moves by one.
+
+    Whatever number of largest counts is then released costs no more. (Top-k by Gumbel noise is
+    often sold as epsilon-DP for all k; as pure DP it costs k epsilon.)
+    """
+
+    epsilon: float = attr.ib(converter=float)
+
+
+def not_private() -> DpEvent:
+    """Nothing is guaranteed."""
+    return NonPrivateDpEvent()
+
+
+def composed(charges: Sequence[tuple[DpEvent, int]]) -> DpEvent:
+    """Several events, each so many times, as one."""
+    parts = [SelfComposedDpEvent(event, times) for event, times in charges]
+    return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
+
+
+def gaussian(noise_multiplier: float) -> DpEvent:
+    """A sum that one unit moves by at most C, plus noise of standard deviation sigma C."""
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    return GaussianDpEvent(float(noise_multiplier))  # floats: RDP loses integers when it composes
+
+
+def poisson_gaussian(rate: float, noise_multiplier: float) -> DpEvent:
+    """The same on a Poisson sample of the units."""
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    return PoissonSampledDpEvent(float(rate), GaussianDpEvent(float(noise_multiplier)))
+
+
+def truncated_poisson_gaussian(
+    num_units: int, rate: float, max_batch: int, noise_multiplier: float
+) -> DpEvent:
+    """The same where a sample larger than `max_batch` is cut to a random part of it."""
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    return TruncatedSubsampledGaussianDpEvent(
+        int(num_units), float(rate), int(max_batch), float(noise_multiplier)
+    )
+
+
+def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: float) -> DpEvent:
+    """Examples are drawn, users are protected: a user may be in a batch up to k times.
+
+    How often is Binomial(k, q), and each time moves the sum by C.
+    """
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    counts = range(max_examples + 1)
+    return MixtureOfGaussiansDpEvent(
+        float(noise_multiplier),
+        tuple(float(count) for count in counts),
+        tuple(float(binom.pmf(count, max_examples, rate)) for count in counts),
+    )
+
+
+def combined_noise(*noise_multipliers: float) -> float:
+    """The one noise multiplier that several queries of the same batch amount to.
+
+    sigma = (sum sigma_i^-2)^(-1/2). The queries see the same sample: subsample the combination, and
+    never combine subsampled events.
+
+    >>> round(combined_noise(1.1216, 1.1216), 4)
+    0.7931
+    """
+    return float(sum(s**-2.0 for s in noise_multipliers) ** -0.5)
+
+
+def split_noise(noise_multiplier: float, ratio: float) -> tuple[float, float]:
+    """Two noise multipliers in the given ratio (first over second) that amount to one.
+
+    >>> [round(s, 4) for s in split_noise(0.7931, ratio=5.0)]
+    [4.044, 0.8088]
+    """
+    second = noise_multiplier * (1.0 + ratio**-2.0) ** 0.5
+    return ratio * second, second
+
+
+# ---- plain data: what a checkpoint and a report can hold -----------------------------------------
+
+
+def to_data(event: DpEvent) -> dict[str, Any]:
+    """As a dictionary of plain Python values."""
+    named = event.to_named_tuple()
+    return {key: _plain(value) for key, value in named._asdict().items()}
+
+
+def from_data(data: Mapping[str, Any]) -> DpEvent:
+    """The event that `to_data` wrote down. Only modules of events are ever imported."""
+    if data["module_name"] not in ("dp_accounting.dp_event", __name__):
+        raise ValueError(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
+    cls: Any = globals().get(data["class_name"]) or _named(data["class_name"])
+    fields = {
+        key: _event_or_value(value)
+        for key, value in data.items()
+        if key not in ("module_name", "class_name")
+    }
+    event: DpEvent = cls(**fields)
+    return event
+
+
+def describe(event: DpEvent) -> str:
+    """For people."""
+    if isinstance(event, PoissonSampledDpEvent) and isinstance(event.event, GaussianDpEvent):
+        return (
+            f"Gaussian, noise multiplier {event.event.noise_multiplier:.6g}, on a Poisson sample "
+            f"of rate {event.sampling_probability:.6g}"
+        )
+    if isinstance(event, GaussianDpEvent):
+        return f"Gaussian, noise multiplier {event.noise_multiplier:.6g}, without amplification"
+    if isinstance(event, TruncatedSubsampledGaussianDpEvent):
+        return (
+            f"Gaussian, noise multiplier {event.noise_multiplier:.6g}, on a Poisson sample of rate "
+            f"{event.sampling_probability:.6g}, truncated at {event.truncated_batch_size:,}"
+        )
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        return (
+            f"Gaussian, noise multiplier {event.standard_deviation:.6g}, on a Poisson sample of "
+            f"examples, up to {len(event.sensitivities) - 1} of them of one user"
+        )
+    if isinstance(event, NonPrivateDpEvent):
+        return "not private"
+    return repr(event)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        return {key: _plain(v) for key, v in value._asdict().items()}
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return value
+    return [_plain(v) for v in value]
+
+
+def _event_or_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return from_data(value)
+    if isinstance(value, list):
+        return tuple(_event_or_value(v) for v in value)
+    return value
+
+
+def _named(name: str) -> Any:
+    from dp_accounting import dp_event
+
+    return getattr(dp_event, name)

@@ -1,0 +1,151 @@
+"""Privacy loss distributions: what dp-accounting builds, and what it has no builder for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+from dp_accounting.pld import privacy_loss_distribution as builders
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+from lightning_dpsparse.accounting.events import GumbelDpEvent
+from lightning_dpsparse.accounting.grid import Array, both_ways, from_losses
+from lightning_dpsparse.accounting.mixture import mixture_losses
+
+FINE = 1e-4
+"""Grid of losses for results. Every grid gives an upper bound; finer is tighter."""
+COARSE = 1e-3
+"""Ten times quicker: for searching, and for epsilon on the way."""
+
+
+def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLossDistribution | None:
+    """The loss of `count` independent runs of the event; None if it is not private at all."""
+    if count == 0 or isinstance(event, NoOpDpEvent):
+        return builders.from_privacy_parameters(_nothing(), value_discretization_interval=grid)
+    if isinstance(event, SelfComposedDpEvent):
+        return losses_of(event.event, event.count * count, grid)
+    if isinstance(event, ComposedDpEvent):
+        return compose([losses_of(one, count, grid) for one in event.events], grid)
+    if isinstance(event, GaussianDpEvent) and event.noise_multiplier:
+        # The sum of Gaussian losses is the loss of one Gaussian: exact, and nothing to convolve.
+        deviation = event.noise_multiplier / math.sqrt(count)
+        return builders.from_gaussian_mechanism(deviation, value_discretization_interval=grid)
+    once = _losses_once(event, grid)
+    return once if once is None or count == 1 else once.self_compose(count)
+
+
+def compose(
+    parts: list[PrivacyLossDistribution | None], grid: float = FINE
+) -> PrivacyLossDistribution | None:
+    """The loss of independent mechanisms run one after the other."""
+    total = losses_of(NoOpDpEvent(), grid=grid)
+    for part in parts:
+        if part is None or total is None:
+            return None
+        total = total.compose(part)
+    return total
+
+
+def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
+    if isinstance(event, NonPrivateDpEvent):
+        return None
+    if isinstance(event, GumbelDpEvent):
+        return _gumbel(event.epsilon, grid)
+    if isinstance(event, TruncatedSubsampledGaussianDpEvent):
+        return builders.from_truncated_subsampled_gaussian_mechanism(
+            event.dataset_size,
+            event.sampling_probability,
+            event.truncated_batch_size,
+            event.noise_multiplier,
+            value_discretization_interval=grid,
+        )
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        return mixture_losses(
+            event.standard_deviation, event.sensitivities, event.sampling_probs, grid
+        )
+    if isinstance(event, LaplaceDpEvent) and event.noise_multiplier:
+        return builders.from_laplace_mechanism(
+            event.noise_multiplier, value_discretization_interval=grid
+        )
+    if isinstance(event, PoissonSampledDpEvent):
+        inner, rate = event.event, event.sampling_probability
+        if rate == 1:
+            return losses_of(inner, grid=grid)
+        if isinstance(inner, GaussianDpEvent) and inner.noise_multiplier:
+            return mixture_losses(inner.noise_multiplier, (0.0, 1.0), (1.0 - rate, rate), grid)
+        whole = losses_of(inner, grid=grid)
+        return None if whole is None else poisson_subsampled(whole, rate)
+    raise ValueError(f"Expected an event with a known loss, found {event}.")
+
+
+def _nothing() -> Any:
+    from dp_accounting.pld.common import DifferentialPrivacyParameters
+
+    return DifferentialPrivacyParameters(0.0, 0.0)
+
+
+def poisson_subsampled(whole: PrivacyLossDistribution, rate: float) -> PrivacyLossDistribution:
+    """The loss of any mechanism on a Poisson sample of the units, from its loss on all of them.
+
+    With A the output's density with the unit and B without: the sampled mechanism has
+    M = (1 - q) B + q A against B when the unit is removed, and B against M when it is added.
+    Dominating pairs stay dominating under this (Zhu, Dong and Wang 2022, arXiv:2106.08567), so a
+    pessimistic loss in gives a pessimistic loss out.
+    """
+    grid = float(whole._pmf_remove._discretization)
+
+    loss, with_unit, never = _table(whole._pmf_remove)
+    without_unit = with_unit * np.exp(-loss)
+    without_unit[0] += 1.0 - float(without_unit.sum())  # all that lies below the first loss
+    mixed = (1.0 - rate) * without_unit + rate * with_unit
+    remove = from_losses(np.log1p(rate * np.expm1(loss)), mixed, rate * never, grid)
+
+    loss, mass, never = _table(whole._pmf_add)
+    shrunk: Array = -np.log1p(rate * np.expm1(-loss))
+    # Where the unit's presence is impossible the sampled mechanism still may have left it out.
+    add = from_losses(np.append(shrunk, -np.log1p(-rate)), np.append(mass, never), 0.0, grid)
+    return PrivacyLossDistribution(remove, add)
+
+
+_ROUNDING = 1e-10
+"""Probabilities below this are rounding errors of differences that were divided by the grid."""
+
+
+def _table(pmf: Any) -> tuple[Array, Array, float]:
+    """Losses, their probabilities, and the probability of an infinite one.
+
+    The lowest losses, where exp(-loss) would blow rounding errors up, are moved to a higher one:
+    that can only overstate.
+    """
+    dense = pmf.to_dense_pmf()
+    probabilities = np.array(dense._probs, dtype=np.float64)
+    cut = int(np.argmax(probabilities > _ROUNDING))
+    probabilities[cut] += probabilities[:cut].sum()
+    steps = dense._lower_loss + np.arange(probabilities.size)
+    infinite = float(dense._infinity_mass)
+    losses: Array = steps[cut:] * float(dense._discretization)
+    return losses, probabilities[cut:], infinite
+
+
+def _gumbel(epsilon: float, grid: float) -> PrivacyLossDistribution:
+    """Loss -e + (exp(e) - 1) E with E ~ Exp(1) under P, and Exp with mean exp(-e) under Q."""
+    furthest = 45.0  # of E: beyond lies less than 1e-19
+    first = math.floor(-epsilon / grid)
+    last = math.ceil((math.expm1(epsilon) * furthest - epsilon) / grid)
+    at = np.arange(first, last + 1) * grid
+    x = np.maximum(0.0, (at + epsilon) / math.expm1(epsilon))
+    p, q = np.exp(-x), np.exp(-x * math.exp(epsilon))
+    return both_ways(first, -np.diff(p), -np.diff(q), float(p[-1]), float(q[-1]), grid)

@@ -1,0 +1,59 @@
+"""The loss of a mixture of Gaussians: what sampled gradients cost.
+
+dp-accounting computes the same, point by point in Python; here all points of the grid are found at
+once, some hundred times faster, and with less rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy.special import ndtr
+
+from lightning_dpsparse.accounting.grid import Array, both_ways
+
+_FURTHEST, _NEVER = 10.5, 1e-24  # standard deviations, and the probability beyond them
+
+# K intervals between the points of the grid, S sensitivities
+
+
+def mixture_losses(
+    stddev: float, sensitivities: Sequence[float], probabilities: Sequence[float], grid: float
+) -> PrivacyLossDistribution:
+    """Of P = sum_i p_i N(s_i, stddev^2) against Q = N(0, stddev^2), s_i >= 0, both ways.
+
+    The loss grows with the output x, so the losses between two points of the grid are those of an
+    interval of x, whose mass is a difference of normal tails.
+    """
+    shift_S, weight_S = np.array(sensitivities), np.array(probabilities)
+
+    def loss(x: Array) -> tuple[Array, Array]:
+        """And its slope."""
+        term = weight_S * np.exp((2.0 * x[:, None] - shift_S) * shift_S / (2.0 * stddev**2))
+        total = term.sum(1)
+        return np.log(total), (term @ shift_S) / total / stddev**2
+
+    x = np.linspace(-_FURTHEST * stddev, shift_S.max() + _FURTHEST * stddev, 20_001)
+    x = x[: int(np.argmax(ndtr((shift_S - x[:, None]) / stddev) @ weight_S < _NEVER)) + 1]
+    coarse = loss(x)[0]
+    first, last = math.floor(coarse[0] / grid), math.ceil(coarse[-1] / grid)
+    at = np.arange(first, last + 1) * grid
+    x = np.interp(at, coarse, x)
+    for _ in range(3):  # Newton's steps; the interpolation is good to five digits already
+        value, slope = loss(x)
+        x -= np.clip((value - at) / slope, -stddev / 10, stddev / 10)
+    x[0] = -np.inf  # the lowest point lies below all losses
+    q_K, q_above = _between(x / stddev)
+    parts = [_between((x - shift) / stddev) for shift in sensitivities]
+    p_K = np.sum([w * part[0] for w, part in zip(weight_S, parts)], axis=0)
+    p_above = float(sum(w * part[1] for w, part in zip(weight_S, parts)))
+    return both_ways(first, p_K, q_K, p_above, q_above, grid)
+
+
+def _between(x: Array) -> tuple[Array, float]:
+    """Standard normal mass between neighbouring points, and above the last."""
+    below, above = np.diff(ndtr(x)), -np.diff(ndtr(-x))
+    return np.where(x[1:] > 0, above, below), float(ndtr(-x[-1]))

@@ -1,0 +1,132 @@
+"""The budget of a run: every step is charged before it is taken, or refused."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from lightning_dpsparse.accounting.calibration import most_steps
+from lightning_dpsparse.accounting.ledger import Journal, Ledger
+from lightning_dpsparse.accounting.losses import COARSE, FINE
+from lightning_dpsparse.plan import RunPlan
+
+GRID_POINTS = 16
+AHEAD = 16
+"""Steps that the journal is ahead of training: what a killed run is charged at most in vain."""
+_FAR = 1 << 20
+"""Steps that epsilon is forecast for where training has no end."""
+
+
+class BudgetSpentError(RuntimeError):
+    """A step was asked for that the budget does not cover."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What further steps will have cost: made once, so that asking is quick."""
+
+    steps: tuple[int, ...]
+    """Numbers of further steps, increasing, from zero."""
+    epsilons: tuple[float, ...]
+    """An upper bound of epsilon after each."""
+    limit: int | None
+    """How many further steps the target covers; None without a target."""
+
+    def epsilon(self, further_steps: int) -> float:
+        """An upper bound: epsilon at the next point of the grid."""
+        at = bisect_left(self.steps, further_steps)
+        return self.epsilons[at] if at < len(self.epsilons) else math.inf
+
+
+def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
+    """Epsilon at a few numbers of further steps, and how far the target reaches."""
+    step = ledger.steps - ledger.lost
+
+    def cost(further: int, grid: float) -> float:
+        ahead = ledger.copy()
+        run.charge(ahead, step, further)
+        return ahead.epsilon(run.delta, grid) if ahead.entries else 0.0
+
+    target, planned, limit = run.plan.epsilon, run.planned_steps, None
+    remaining = None if planned is None else max(0, planned - step)
+    if target is not None:
+        # The schedule's own end costs what calibration found, up to the search's tolerance.
+        limit = most_steps(lambda n: cost(n, FINE) <= target, remaining)
+    end = limit if limit is not None else remaining if remaining is not None else _FAR
+    ratio = max(1, end) ** (1 / (GRID_POINTS - 2))
+    steps = sorted({0, end, *(min(end, round(ratio**i)) for i in range(GRID_POINTS - 1))})
+    last = cost(end, FINE)
+    epsilons = [min(cost(n, COARSE), last) for n in steps[:-1]] + [last]
+    for i in range(1, len(epsilons)):
+        epsilons[i] = max(epsilons[i], epsilons[i - 1])
+    return Forecast(tuple(steps), tuple(epsilons), limit)
+
+
+class Budget:
+    """Counts steps against a forecast, and keeps ledger and journal.
+
+    The journal is written by one rank; the others pass None.
+    """
+
+    def __init__(
+        self, run: RunPlan, ledger: Ledger, ahead: Forecast, journal: Journal | None
+    ) -> None:
+        self.run, self.ledger = run, ledger
+        self._forecast, self._journal = ahead, journal
+        self._start, self._reserved = ledger.steps, ledger.steps
+        self.settle()
+
+    @property
+    def step(self) -> int:
+        """Steps that this model took: where it stands in the schedule."""
+        return self.ledger.steps - self.ledger.lost
+
+    @property
+    def remaining(self) -> int | None:
+        """Steps that may still be taken; None without a target."""
+        limit = self._forecast.limit
+        return None if limit is None else limit - (self.ledger.steps - self._start)
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of what has been spent. Quick."""
+        return self._forecast.epsilon(self.ledger.steps - self._start)
+
+    def exact_epsilon(self) -> float:
+        """What has been spent. Slow."""
+        return self.ledger.epsilon(self.run.delta) if self.ledger.entries else 0.0
+
+    def charge(self) -> int:
+        """Before a step: charge it. Returns its number in the schedule."""
+        if self.remaining == 0:
+            raise BudgetSpentError(
+                f"Expected a step within epsilon={self.run.plan.epsilon:g} at "
+                f"delta={self.run.delta:g}, found the budget spent after {self.ledger.steps:,} "
+                "steps. Nothing was updated. Raise epsilon, or stop here."
+            )
+        step = self.step
+        self._reserve(step)
+        self.run.charge(self.ledger, step, 1)
+        return step
+
+    def _reserve(self, step: int) -> None:
+        """Have the journal charge for this step and some more before this one begins."""
+        if self._journal is None or self.ledger.steps < self._reserved:
+            return
+        ahead = self.ledger.copy()
+        self.run.charge(ahead, step, AHEAD)
+        self._journal.write(ahead)
+        self._reserved = ahead.steps
+
+    def settle(self) -> None:
+        """Bring the journal down to what was really taken: at a clean end, or at rest."""
+        if self._journal is not None:
+            self._journal.write(self.ledger)
+        self._reserved = self.ledger.steps
+
+    def close(self) -> None:
+        self.settle()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None

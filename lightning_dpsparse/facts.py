@@ -1,0 +1,182 @@
+"""The facts of a private run: what the privacy report shows and a reviewer signs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lightning_dpsparse.accounting.calibration import epsilons_of, rdp_epsilon_of
+from lightning_dpsparse.accounting.events import describe
+from lightning_dpsparse.accounting.ledger import Ledger
+from lightning_dpsparse.accounting.losses import COARSE
+from lightning_dpsparse.plan import RunPlan, Users
+
+_PACKAGES = ("lightning-dpsparse", "torch", "torchrec", "fbgemm-gpu", "lightning", "dp-accounting")
+_POINTS = 12  # of the plot
+
+NOT_COVERED = (
+    "Anything else that is made from the same data: other models, statistics, validation results.",
+    "Choices made by looking at the data or at results on it, such as hyper-parameters, the number "
+    "of steps or the architecture, unless listed as a taint or accounted elsewhere.",
+    "Whoever can read the training process: its memory, the noise key, un-noised gradients, or "
+    "logs of the training loss.",
+    "Side channels: how long a step takes, and which rows of a table it reads.",
+    "Floating-point arithmetic: noise is drawn and added in float32.",
+)
+
+
+def make_facts(
+    run: RunPlan,
+    ledger: Ledger,
+    ranks: int,
+    taints: Sequence[str] = (),
+    not_covered: Sequence[str] = (),
+    audits: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Everything about a run that can be released. Holds no value of any example."""
+    deltas = sorted({run.delta, *(10.0**-k for k in range(5, 11))}, reverse=True)
+    epsilons = _worst(ledger, deltas)
+    epsilon = epsilons[deltas.index(run.delta)]
+    faults = run.plan.faults()
+    is_private = not faults and math.isfinite(epsilon)
+    return {
+        "format": 1,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "run": ledger.run,
+        "guarantee": {
+            "sentence": _sentence(run, epsilon, is_private),
+            "is_private": is_private,
+            "epsilon": _finite(epsilon),
+            "delta": run.delta,
+            "unit": "user" if isinstance(run.plan.unit, Users) else "example",
+            "adjacency": _adjacency(run),
+            "threat_model": run.plan.mechanism.threat_model,
+            "faults": faults,
+        },
+        "target": None
+        if run.plan.epsilon is None
+        else {"epsilon": run.plan.epsilon, "delta": run.delta},
+        "ran": _ran(run, ledger, ranks),
+        "ledger": [
+            {"event": describe(e.event), "steps": e.count, "partition": e.partition}
+            for e in ledger.entries
+        ],
+        "epsilon_over_time": _over_time(ledger, run.delta, epsilon),
+        "epsilon_for_delta": [[d, _finite(e)] for d, e in zip(deltas, epsilons)],
+        "cross_check": {
+            "accountant": "privacy loss distributions (dp-accounting)",
+            "epsilon": _finite(epsilon),
+            "rdp_epsilon": _rdp(ledger, run.delta),
+        },
+        "taints": [*run.plan.taints, *taints],
+        "not_covered": [*NOT_COVERED, *not_covered],
+        "audits": list(audits),
+        "versions": _versions(),
+    }
+
+
+def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
+    plan = run.plan
+    rates = sorted({phase.rate for phase in run.phases})
+    return {
+        "mechanism": type(plan.mechanism).__name__,
+        "mechanism_settings": _settings(plan.mechanism),
+        "clipping": type(plan.clipping).__name__,
+        "clip_norm": _finite(plan.clip_norm),
+        "noise_multiplier": run.noise_multiplier,
+        "noise_stddev": _finite(run.noise_multiplier * plan.clip_norm)
+        if run.noise_multiplier
+        else 0.0,
+        "noise_source": plan.noise_source,
+        "sampling": _sampling(run),
+        "num_units": run.num_units,
+        "sampling_rate": rates[0] if plan.sampling == "poisson" and len(rates) == 1 else None,
+        "expected_batch": run.expected_batch,
+        "max_batch": plan.max_batch_size,
+        "steps": ledger.steps,
+        "steps_lost": ledger.lost,
+        "steps_planned": run.planned_steps,
+        "ranks": ranks,
+    }
+
+
+def _sentence(run: RunPlan, epsilon: float, is_private: bool) -> str:
+    if not is_private:
+        return "This run is not differentially private. Make no claim of privacy from it."
+    one = "any one user" if isinstance(run.plan.unit, Users) else "any one training example"
+    return (
+        f"The trained model is ({epsilon:.4g}, {run.delta:.3g})-differentially private: whoever "
+        f"has it, and knows everything else, can hardly tell whether {one} was in the data."
+    )
+
+
+def _adjacency(run: RunPlan) -> str:
+    unit = run.plan.unit
+    if run.plan.sampling == "fixed_order":
+        return "one example replaced by none, in its place"
+    if isinstance(unit, Users):
+        return f"one user added or removed, with at most {unit.max_examples:,} examples"
+    return "one example added or removed"
+
+
+def _sampling(run: RunPlan) -> str:
+    plan = run.plan
+    if plan.sampling == "fixed_order":
+        return "fixed order: no amplification, one event per pass over the data"
+    if plan.sampling == "unamplified":
+        return "a loader of the user's: no amplification, one event per step"
+    what = "users" if plan.draws_whole_users else "examples"
+    days = ", one day after the other" if plan.by_day else ""
+    return f"Poisson samples of {what}{days}, drawn from the run's secret key"
+
+
+def _settings(mechanism: Any) -> dict[str, Any]:
+    if not is_dataclass(mechanism):
+        return {}
+    return {field.name: getattr(mechanism, field.name) for field in fields(mechanism)}
+
+
+def _worst(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
+    """Epsilon at every delta, for the part of the data that lost most."""
+    if not ledger.entries:
+        return [0.0] * len(deltas)
+    parts = [epsilons_of(charges, deltas) for charges in ledger.charges()]
+    return [max(column) for column in zip(*parts)]
+
+
+def _over_time(ledger: Ledger, delta: float, last: float) -> list[list[float]]:
+    if not ledger.entries or math.isinf(last):
+        return []
+    total = sum(entry.count for entry in ledger.entries)
+    counts = sorted({max(1, total * i // _POINTS) for i in range(1, _POINTS)})
+    points = [
+        [round(ledger.steps * n / total), min(last, ledger.first(n).epsilon(delta, COARSE))]
+        for n in counts
+        if n < total
+    ]
+    return [*points, [ledger.steps, last]]
+
+
+def _rdp(ledger: Ledger, delta: float) -> float | None:
+    found = [rdp_epsilon_of(charges, delta) for charges in ledger.charges()]
+    if any(epsilon is None for epsilon in found):
+        return None
+    return _finite(max((e for e in found if e is not None), default=0.0))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

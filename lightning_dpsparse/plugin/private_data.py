@@ -1,0 +1,228 @@
+"""The training loader of a private run: the user's own, over batches that the plan draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
+from lightning_dpsparse.sampling.poisson import (
+    Phase,
+    PoissonBatches,
+    PoissonSampler,
+    day_phases,
+)
+from lightning_dpsparse.sampling.units import (
+    AllExamples,
+    CappedExamples,
+    Units,
+    WholeUsers,
+    check_one_day,
+)
+from lightning_dpsparse.sharded.parts import nobody
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    key: RunKey
+    present_step: Callable[[], int]
+    """The run's step, as its ledger counts."""
+    planned_steps: int | None
+    """Of the trainer, where it says so before it has seen a loader."""
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What accountant and step need to know of the data."""
+
+    phases: list[Phase]
+    num_units: int | None
+    expected_batch: float
+    steps_per_pass: int | None = None
+    sampler: PoissonSampler | None = None
+    """Set where it says which examples belong to one user."""
+
+
+def private_loader(loader: object, plan: PrivacyPlan, place: Place) -> tuple[object, DataShape]:
+    """The loader that the plan's accounting fits, and the data's shape.
+
+    For plan.sampling == "unamplified" the loader stays as it is.
+    """
+    if plan.sampling == "unamplified":
+        return loader, _any_order(loader, plan, place)
+    plain = _plain(loader, plan)
+    batch = plan.expected_batch_size or cast(int, plain.batch_size) * place.world_size
+    if plan.sampling == "fixed_order":
+        return _fixed_order(plain, batch, place)
+    return _poisson(plain, batch, plan, place)
+
+
+def _plain(loader: object, plan: PrivacyPlan) -> DataLoader[Any]:
+    """A `DataLoader` whose order may be replaced: the user's or Lightning's standard ones."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        found = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+        raise ValueError(
+            f"Expected a DataLoader over a map-style data set for sampling={plan.sampling!r}, "
+            f"found {found}: its examples cannot be drawn by number. Use one, or set "
+            "sampling='unamplified', which costs far more."
+        )
+    samplers = (SequentialSampler, RandomSampler, DistributedSampler)
+    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in samplers:
+        found = type(_sampler_of(loader)).__name__
+        raise ValueError(
+            f"Expected a plain DataLoader for sampling={plan.sampling!r}, found one with a {found}:"
+            " its batches are not what the accounting assumes. Leave the sampler out, or set "
+            "sampling='unamplified', which costs far more."
+        )
+    return loader
+
+
+def _sampler_of(loader: DataLoader[Any]) -> object:
+    """The user's own sampler, out of Lightning's wrapper if it is in one."""
+    if type(loader.batch_sampler) is not BatchSampler:
+        return loader.batch_sampler
+    inner = getattr(getattr(loader.sampler, "dataset", None), "_sampler", None)
+    return loader.sampler if inner is None else inner
+
+
+def _poisson(
+    loader: DataLoader[Any], batch: float, plan: PrivacyPlan, place: Place
+) -> tuple[object, DataShape]:
+    units, num_units = _units(loader.dataset, plan)
+    length = -(-units.count // round(batch))
+    if plan.by_day:
+        phases = _days(loader.dataset, units, batch, plan, place, length)
+        length = sum(cast(int, phase.steps) for phase in phases)
+    else:
+        phases = [Phase(0, units.count, min(1.0, batch / units.count))]
+    sampler = PoissonSampler(
+        units, phases, place.key, place.rank, place.world_size, plan.max_batch_size
+    )
+    batches = PoissonBatches(sampler, length, place.present_step)
+    shape = DataShape(phases, num_units, batch, sampler=sampler if plan.draws_whole_users else None)
+    return _over(loader, batches), shape
+
+
+def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
+    """What is drawn, and how many units are protected."""
+    size = len(cast(Sized, dataset))
+    if not isinstance(plan.unit, Users):
+        return AllExamples(size), size
+    users = _attribute(dataset, "users", "whose each example is", "unit")
+    if len(users) != size:
+        raise ValueError(f"Expected {size:,} users, one for each example, found {len(users):,}.")
+    kind = WholeUsers if plan.unit.drawn == "users" else CappedExamples
+    units = kind(users, plan.unit.max_examples)
+    return units, units.num_users
+
+
+def _days(
+    dataset: Dataset[Any],
+    units: Units,
+    batch: float,
+    plan: PrivacyPlan,
+    place: Place,
+    length: int,
+) -> list[Phase]:
+    starts = _attribute(dataset, "day_starts", "where each day begins", "by_day")
+    if isinstance(plan.unit, Users) and plan.unit.in_one_day:
+        check_one_day(_attribute(dataset, "users", "whose each example is", "unit"), starts)
+    bounds = units.bounds(starts)
+    names = [f"day {day + 1}" for day in range(len(starts))] if plan.unit_lives_in_one_day else None
+    return day_phases(bounds, batch, place.planned_steps or length, names)
+
+
+def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
+    value = getattr(dataset, name, None)
+    if value is None:
+        raise ValueError(
+            f"Expected {type(dataset).__name__}.{name}, which says {meaning}, found none. The "
+            f"plan's {setting!r} needs it."
+        )
+    return np.asarray(value)
+
+
+def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[object, DataShape]:
+    size = len(cast(Sized, loader.dataset))
+    each = cast(int, loader.batch_size)
+    deal = EvaluationBatches(size, each, place.rank, place.world_size, drop_last=False)
+    shape = DataShape([Phase(0, size, 1.0)], size, batch, steps_per_pass=len(deal))
+    return _over(loader, _FromStep(deal, place.present_step)), shape
+
+
+def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
+    each = getattr(loader, "batch_size", None)
+    expected = plan.expected_batch_size or (each * place.world_size if each else None)
+    if expected is None:
+        raise ValueError(
+            "Expected a batch size to divide by, found a loader without one. Set "
+            "expected_batch_size in the privacy plan."
+        )
+    dataset = getattr(loader, "dataset", None)
+    size = None if isinstance(dataset, IterableDataset) or dataset is None else len(dataset)
+    return DataShape([Phase(0, size or 0, 1.0)], size, expected)
+
+
+class _FromStep:
+    """The batches of one pass that are still to come, by the run's step."""
+
+    def __init__(self, batches: EvaluationBatches, present_step: Callable[[], int]) -> None:
+        self._batches, self._present_step = batches, present_step
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        done = self._present_step() % len(self._batches)
+        return (batch for i, batch in enumerate(self._batches) if i >= done)
+
+
+class _Collated(Dataset[Any]):
+    """Whole batches by their examples' numbers; nobody is a batch too.
+
+    What a collate function makes of no examples is anyone's guess, so an empty batch is an ordinary
+    one cut to nothing.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._dataset, self._collate = loader.dataset, loader.collate_fn
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if not indices:
+            return nobody(self.__getitems__([0]))
+        fetch = getattr(self._dataset, "__getitems__", None)
+        examples = fetch(indices) if fetch else [self._dataset[i] for i in indices]
+        return self._collate(cast(Any, examples))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._dataset))
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _over(loader: DataLoader[Any], batches: Any) -> Any:
+    """The same loader, over other batches."""
+    return rebuild(ResumableLoader, loader, batches, dataset=_Collated(loader), collate_fn=_as_is)

@@ -1,0 +1,239 @@
+"""A private run as the strategy sees it: its data, its ledger and budget, and its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
+from lightning_dpsparse.budget import Budget, forecast
+from lightning_dpsparse.facts import make_facts
+from lightning_dpsparse.plan import PrivacyPlan, resolve
+from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loader
+from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
+
+CHECKPOINT_KEY = "lightning_dpsparse"
+_LEDGER = "_lightning_dpsparse_ledger"  # of a module that was trained before
+
+
+class PrivateRun:
+    """Everything that must agree: who is drawn, what is charged, and what the step does."""
+
+    def __init__(self, plan: PrivacyPlan, trainer: Trainer) -> None:
+        self.plan, self._trainer = plan, trainer
+        self._key = from_rank_zero(plan.make_key)
+        self._diagnose = False
+        self.ended_early = False
+        self._taints: list[str] = []
+        self._not_covered: list[str] = []
+        self._ledger: Ledger | None = None
+        self._shape: DataShape | None = None
+        self._budget: Budget | None = None
+        self._journal: Journal | None = None
+        self._journal_folder = self.folder / "privacy"
+        self.steps: PrivateSteps | None = None
+
+    # ---- before training ------------------------------------------------------------------------
+
+    def loader(self, loader: object) -> object:
+        """The user's training loader, over batches that the plan draws."""
+        trainer = self._trainer
+        place = Place(
+            trainer.global_rank,
+            trainer.world_size,
+            self._key,
+            lambda: self.budget.step,
+            trainer.max_steps if trainer.max_steps > 0 else None,
+        )
+        loader, self._shape = private_loader(loader, self.plan, place)
+        return loader
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: what its line of runs has spent stays spent."""
+        data = checkpoint.get(CHECKPOINT_KEY)
+        if data is None:
+            self._not_covered.append(
+                "The data behind the checkpoint that training began from, which has no ledger."
+            )
+            return
+        ledger = Ledger.from_data(data["ledger"])
+        taken = ledger.steps - ledger.lost
+        self._journal_folder = Path(data["journal"])  # one for all runs that go on from another
+        on_disk = from_rank_zero(lambda: read_ledger(self._journal_folder / f"{ledger.run}.json"))
+        if on_disk is None:
+            self._taints.append(
+                f"The journal of run {ledger.run} was not found: steps that a killed process took "
+                "after the checkpoint are not counted."
+            )
+        elif on_disk.steps >= ledger.steps:
+            ledger = on_disk
+        ledger.lost = ledger.steps - taken
+        self._taints.extend(t for t in data["taints"] if t not in self._taints)
+        self._not_covered.extend(data["not_covered"])
+        self._ledger = ledger
+
+    def start(self, module: nn.Module) -> None:
+        """Charge-ready: noise calibrated, budget known, journal open."""
+        assert self._shape is not None
+        ledger = self._ledger or getattr(module, _LEDGER, None) or from_rank_zero(Ledger)
+        planned = self._trainer.estimated_stepping_batches  # asks the ranks: on all of them
+        shape = self._shape
+        run = from_rank_zero(  # calibration takes seconds: once is enough
+            lambda: resolve(
+                self.plan,
+                shape.phases,
+                shape.num_units,
+                shape.expected_batch,
+                None if math.isinf(planned) else int(planned),
+                shape.steps_per_pass,
+            )
+        )
+        self._tell_of_changes(ledger, run.noise_multiplier)
+        run.take_up(ledger)
+        ahead = from_rank_zero(lambda: forecast(run, ledger))
+        self._journal = None
+
+        def open_journal() -> None:  # an error must reach all ranks
+            self._journal = Journal(self._journal_folder, ledger.run)
+
+        from_rank_zero(open_journal)
+        self._budget = Budget(run, ledger, ahead, self._journal)
+        self._ledger = ledger
+        setattr(module, _LEDGER, ledger)
+        self.steps = PrivateSteps(module, run, self._key, diagnose=self._diagnose)
+        for fault in self.plan.faults():
+            rank_zero_warn(fault)
+        self._announce()
+
+    def _tell_of_changes(self, ledger: Ledger, noise_multiplier: float) -> None:
+        events = {str(entry.event) for entry in ledger.entries}
+        if events and ledger.steps > ledger.lost and not self._continues(ledger, noise_multiplier):
+            rank_zero_warn(
+                f"The run goes on with other noise, batches or data than before: {ledger.steps:,} "
+                "steps stay charged as they were taken, new ones as they will be."
+            )
+
+    def _continues(self, ledger: Ledger, noise_multiplier: float) -> bool:
+        assert self._shape is not None
+        events = [self.plan.event(phase, noise_multiplier) for phase in self._shape.phases]
+        return ledger.entries[-1].event in events
+
+    def _announce(self) -> None:
+        run, budget = self.budget.run, self.budget
+        if self.plan.faults():
+            return
+        spent = f", {budget.exact_epsilon():.4g} of it spent" if budget.ledger.entries else ""
+        goal = (
+            "no target"
+            if self.plan.epsilon is None
+            else f"target epsilon {self.plan.epsilon:g}{spent}, {budget.remaining:,} steps to go"
+        )
+        rank_zero_info(
+            f"Privacy: {type(self.plan.mechanism).__name__}, noise multiplier "
+            f"{run.noise_multiplier:.4f}, clip norm {self.plan.clip_norm:g}, delta {run.delta:g}; "
+            f"{goal}."
+        )
+
+    def watch(self, *, diagnostics: bool) -> None:
+        """Before `start`: also count what is clipped and read."""
+        self._diagnose = diagnostics
+
+    # ---- during training ------------------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        return self._budget is not None
+
+    @property
+    def budget(self) -> Budget:
+        assert self._budget is not None
+        return self._budget
+
+    def begin_step(self) -> None:
+        """Charge the step, or refuse it; then ready the engine for it."""
+        assert self.steps is not None
+        assert self._shape is not None
+        step = self.budget.charge()
+        sampler = self._shape.sampler
+        self.steps.start(step, None if sampler is None else sampler.draw(step)[1])
+
+    def end_if_spent(self, steps_done: int) -> None:
+        """Have the trainer end here, whatever min_epochs or callbacks say."""
+        if self.budget.remaining != 0:
+            return
+        self._trainer.fit_loop.epoch_loop.max_steps = steps_done
+        planned = self.budget.run.planned_steps
+        self.ended_early = planned is None or self.budget.step < planned
+        rank_zero_info(
+            f"Privacy budget spent: epsilon {self.plan.epsilon:g} at delta "
+            f"{self.budget.run.delta:g} after {self.budget.ledger.steps:,} steps. Training ends."
+        )
+
+    def measurements(self) -> dict[str, float]:
+        """Of the last step, for a logger."""
+        assert self.steps is not None
+        values = {
+            "noise_multiplier": self.budget.run.noise_multiplier,
+            "noise_stddev": self.steps.noise_stddev,
+        }
+        found = self.steps.diagnostics()
+        return values | {f"nonprivate/{name}": value for name, value in found.items()}
+
+    # ---- what is kept and shown -----------------------------------------------------------------
+
+    def checkpoint(self) -> dict[str, Any]:
+        """For every checkpoint: plain Python values, and no secret."""
+        return {
+            "ledger": self.budget.ledger.to_data(),
+            "delta": self.budget.run.delta,
+            "journal": str(self._journal_folder.absolute()),
+            "taints": self.taints(),
+            "not_covered": list(self._not_covered),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """The privacy report's facts, exact as of now. Slow."""
+        budget = self.budget
+        return make_facts(
+            budget.run,
+            budget.ledger,
+            self._trainer.world_size,
+            taints=self.taints(),
+            not_covered=self._not_covered,
+        )
+
+    def taints(self) -> list[str]:
+        """Ways in which private data got out or in beside the mechanism, as far as can be seen."""
+        found = list(self._taints)
+        trainer = self._trainer
+        if any(isinstance(c, EarlyStopping) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            found.append("Training may have been stopped early by a metric of validation data.")
+        if any(isinstance(c, ModelCheckpoint) and c.monitor for c in trainer.checkpoint_callbacks):
+            found.append("The checkpoint may have been chosen by a metric of validation data.")
+        names = ("train", "nonprivate/")
+        logged = sorted(n for n in trainer.callback_metrics if n.startswith(names))
+        if logged:
+            found.append(f"Logged without noise: {', '.join(logged)}.")
+        return list(dict.fromkeys(found))
+
+    def settle(self) -> None:
+        """At rest: the journal says what was really taken."""
+        if self._budget is not None:
+            self._budget.settle()
+
+    def close(self) -> None:
+        if self._budget is not None:
+            self._budget.close()
+        self.steps = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's evidence goes: beside its logs. Asks the ranks: call it on all."""
+        return Path(self._trainer.log_dir or self._trainer.default_root_dir)

@@ -1,0 +1,68 @@
+"""The privacy report: the facts of a run, as JSON for programs and one HTML page for a reviewer.
+
+Standard library only, and no network: the page holds its style and its drawing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_dpsparse.report.page import page
+from lightning_dpsparse.report.text import show
+
+__all__ = ["read", "render", "show", "write"]
+
+FORMAT = 1
+JSON_NAME, HTML_NAME = "privacy_report.json", "privacy_report.html"
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """The report as one self-contained HTML page.
+
+    Guarantees: every leaf of `facts` is in the page's text, as `show` formats it, inside an element
+    whose `data-fact` is the leaf's JSON pointer; no text of `facts` becomes markup; the page never
+    calls a run private whose epsilon is unbounded or that has a fault.
+    Reference: Ponomareva et al. 2023, section 5.3 (arXiv:2303.00654).
+    """
+    if facts.get("format") != FORMAT:
+        raise ValueError(
+            f"Expected a privacy report of format {FORMAT}, found {facts.get('format')!r}. "
+            "Read it with the version of lightning_dpsparse that wrote it."
+        )
+    return page(facts)
+
+
+def write(facts: Mapping[str, Any], folder: Path) -> None:
+    """Write `privacy_report.json` and `privacy_report.html` into `folder`.
+
+    Guarantees: a reader finds each file whole, old or new; neither changes unless both could be
+    made. A number that is not finite is refused.
+    """
+    data = json.dumps(dict(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    texts = {JSON_NAME: data.encode(), HTML_NAME: render(facts).encode()}
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not tempfile: its files are readable by their owner only, and a report is for others.
+    drafts = {name: folder / f".{name}.{os.getpid()}.tmp" for name in texts}
+    try:
+        for name, draft in drafts.items():
+            draft.write_bytes(texts[name])
+        for name, draft in drafts.items():
+            os.replace(draft, folder / name)
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The facts that `write` put into `folder`."""
+    path = folder / JSON_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Expected {JSON_NAME} in {folder}, found none. Name the folder of a private run."
+        )
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found

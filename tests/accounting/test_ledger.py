@@ -1,0 +1,75 @@
+"""The ledger and its journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_dpsparse.accounting import events
+from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
+
+ONE, TWO = events.poisson_gaussian(0.01, 1.0), events.poisson_gaussian(0.01, 2.0)
+
+
+def test_like_steps_are_counted_together_and_others_apart() -> None:
+    ledger = Ledger()
+    for event in (ONE, ONE, TWO, ONE):
+        ledger.charge(event)
+    assert [(e.event, e.count) for e in ledger.entries] == [(ONE, 2), (TWO, 1), (ONE, 1)]
+    assert ledger.steps == 4
+
+
+def test_steps_add_up() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, steps=100, times=100)
+    before = ledger.epsilon(1e-6)
+    ledger.charge(TWO, steps=100, times=100)
+    assert ledger.epsilon(1e-6) > before
+
+
+def test_parts_of_the_data_that_share_no_unit_cost_the_largest() -> None:
+    """And steps on all of the data are added to each."""
+    ledger = Ledger()
+    ledger.charge(ONE, "day 1", steps=100, times=100)
+    day_one = ledger.epsilon(1e-6)
+    ledger.charge(TWO, "day 2", steps=100, times=100)
+    assert ledger.epsilon(1e-6) == day_one
+    ledger.charge(TWO, steps=100, times=100)
+    assert ledger.epsilon(1e-6) > day_one
+    apart = [c for charges in ledger.charges() for c in charges]
+    assert apart == [(ONE, 100), (TWO, 100), (TWO, 100), (TWO, 100)]
+
+
+def test_an_earlier_state() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, steps=10, times=10)
+    ledger.charge(TWO, steps=5, times=5)
+    assert [(e.event, e.count) for e in ledger.first(12).entries] == [(ONE, 10), (TWO, 2)]
+
+
+def test_a_ledger_is_plain_data() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, "day 1", steps=3, times=2)
+    ledger.lost = 1
+    assert Ledger.from_data(json.loads(json.dumps(ledger.to_data()))) == ledger
+
+
+def test_the_journal_keeps_what_was_written(tmp_path: Path) -> None:
+    ledger = Ledger()
+    journal = Journal(tmp_path / "privacy", ledger.run)
+    assert journal.read() is None
+    ledger.charge(ONE)
+    journal.write(ledger)
+    assert journal.read() == ledger
+    journal.close()
+    assert read_ledger(tmp_path / "privacy" / f"{ledger.run}.json") == ledger
+
+
+def test_two_processes_cannot_spend_one_budget(tmp_path: Path) -> None:
+    first = Journal(tmp_path, "run")
+    with pytest.raises(ValueError, match="Expected one training at a time to continue run run"):
+        Journal(tmp_path, "run")
+    first.close()
+    Journal(tmp_path, "run").close()
