@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
     from lightning_dpsparse.mechanisms.eana import EANA
     from lightning_dpsparse.plan import PrivacyPlan, Users
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
 
 _HOME = {
+    "AutomaticClipping": "lightning_dpsparse.engine.clipping",
     "DPSGD": "lightning_dpsparse.mechanisms.dpsgd",
     "EANA": "lightning_dpsparse.mechanisms.eana",
     "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
+    "FlatClipping": "lightning_dpsparse.engine.clipping",
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
+    "GroupClipping": "lightning_dpsparse.engine.clipping",
     "Placement": "lightning_dpsparse.sharded.placement",
     "PredictionWriter": "lightning_dpsparse.plugin.callbacks",
     "PrivacyMonitor": "lightning_dpsparse.plugin.callbacks",
@@ -39,8 +43,11 @@ _HOME = {
 __all__ = [
     "DPSGD",
     "EANA",
+    "AutomaticClipping",
     "DPSparseStrategy",
+    "FlatClipping",
     "FusedOptimizer",
+    "GroupClipping",
     "Placement",
     "PredictionWriter",
     "PrivacyMonitor",

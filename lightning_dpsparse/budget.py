@@ -54,8 +54,9 @@ def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
         # The schedule's own end costs what calibration found, up to the search's tolerance.
         limit = most_steps(lambda n: cost(n, FINE) <= target, remaining)
     end = limit if limit is not None else remaining if remaining is not None else _FAR
-    ratio = max(1, end) ** (1 / (GRID_POINTS - 2))
-    steps = sorted({0, end, *(min(end, round(ratio**i)) for i in range(GRID_POINTS - 1))})
+    # Epsilon grows about as the square root of the steps: squares space it evenly.
+    points = (end * i * i // (GRID_POINTS - 1) ** 2 for i in range(GRID_POINTS))
+    steps = sorted({0, min(1, end), *points})
     last = cost(end, FINE)
     epsilons = [min(cost(n, COARSE), last) for n in steps[:-1]] + [last]
     for i in range(1, len(epsilons)):
@@ -108,6 +109,11 @@ class Budget:
         step = self.step
         self._reserve(step)
         self.run.charge(self.ledger, step, 1)
+        if self.step == step:
+            raise BudgetSpentError(
+                f"Expected a step of the schedule, found step {step:,} after its end: nothing says "
+                "what it costs."
+            )
         return step
 
     def _reserve(self, step: int) -> None:

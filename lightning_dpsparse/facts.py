@@ -109,9 +109,16 @@ def _sentence(run: RunPlan, epsilon: float, is_private: bool) -> str:
         return "This run is not differentially private. Make no claim of privacy from it."
     one = "any one user" if isinstance(run.plan.unit, Users) else "any one training example"
     return (
-        f"The trained model is ({epsilon:.4g}, {run.delta:.3g})-differentially private: whoever "
-        f"has it, and knows everything else, can hardly tell whether {one} was in the data."
+        f"The trained model is ({_up(epsilon)}, {run.delta:.3g})-differentially private: whether "
+        f"{one} was in the data changes the odds of any outcome by a factor of at most "
+        f"{_up(math.exp(epsilon))}, up to a probability of {run.delta:.3g}."
     )
+
+
+def _up(value: float) -> str:
+    """Four digits, never rounded down."""
+    digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{math.ceil(round(value * 10.0**digits, 6)) / 10.0**digits:.4g}"
 
 
 def _adjacency(run: RunPlan) -> str:

@@ -12,9 +12,9 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import calibrate, default_delta
 from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
+from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
+from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
-from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from lightning_dpsparse.sampling.poisson import Phase
@@ -52,7 +52,7 @@ class Users:
 class PrivacyPlan:
     """How training is made private. Give a target epsilon, a noise multiplier, or both."""
 
-    mechanism: DPSGD | EANA = field(default_factory=DPSGD)
+    mechanism: Mechanism = field(default_factory=DPSGD)
     """Where noise goes."""
 
     clip_norm: float = 1.0
@@ -86,7 +86,7 @@ class PrivacyPlan:
     max_batch_size: int | None = None
     """Cut larger Poisson samples to a random part of this size, at the price of its own event."""
 
-    clipping: FlatClipping | AutomaticClipping | GroupClipping = field(default_factory=FlatClipping)
+    clipping: Clipping = field(default_factory=FlatClipping)
     """How units are held to C."""
 
     noise_source: Literal["fast", "secure", "row_keyed"] = "fast"

@@ -104,6 +104,7 @@ def _serve(rank: int, world_size: int, per_host: int, port: int, pipe: Connectio
             fn, args, kwargs = pipe.recv()
         except EOFError:
             return
+        os.environ.pop("PL_GLOBAL_SEED", None)  # what an earlier case left
         try:
             pipe.send(("ok", fn(*args, **kwargs)))
         except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_dpsparse.sampling.poisson import Phase
 PHASES = [Phase(0, 10_000, 0.01)]
 
 
+@cache
 def run_plan(steps: int | None = 200, **settings: float) -> RunPlan:
     return resolve(PrivacyPlan(**settings), PHASES, 10_000, 100.0, steps)  # type: ignore[arg-type]
 
@@ -109,6 +111,16 @@ def test_the_journal_is_ahead_of_every_step(tmp_path: Path) -> None:
         assert on_disk.epsilon(run.delta, 1e-3) >= budget.ledger.epsilon(run.delta, 1e-3)
     budget.close()
     assert Ledger.from_data(json.loads(path.read_text())) == budget.ledger
+
+
+def test_a_step_after_the_schedule_is_refused() -> None:
+    phases = [Phase(0, 10_000, 0.01, steps=3)]
+    run = resolve(PrivacyPlan(noise_multiplier=1.0), phases, 10_000, 100.0, 10)
+    budget = start(run)
+    for _ in range(3):
+        budget.charge()
+    with pytest.raises(BudgetSpentError, match="found step 3 after its end"):
+        budget.charge()
 
 
 def test_a_run_without_privacy_shows_no_epsilon() -> None:

@@ -53,11 +53,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(args)
     printed = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "predict", "prepare", "consolidate", "doctor"):
+    recipes = ("fit", "validate", "test", "predict")
+    tools = ("calibrate", "account", "report", "prepare", "consolidate", "doctor")
+    for command in recipes + tools:
         assert command in printed
 
 
-@pytest.mark.parametrize("tool", [["doctor"], ["consolidate"], ["prepare", "criteo"]])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        *([name] for name in ("calibrate", "account", "report", "consolidate", "doctor")),
+        ["prepare", "criteo"],
+    ],
+)
 def test_tools_have_help(tool: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*tool, "--help"])
@@ -187,6 +195,37 @@ def test_a_recipe_fits_validates_tests_and_predicts(one_rank: Ranks, tmp_path: P
     one_rank.run(main, ["predict", *common, writer, output])
     assert np.load(tmp_path / "p.npy").shape == (512,)
     assert "val_auroc" in next(tmp_path.glob("**/metrics.csv")).read_text()
+
+
+def test_a_saved_recipe_names_its_mechanism(tmp_path: Path) -> None:
+    """A config that is run again must not become another mechanism."""
+    recipe = str(ROOT / "recipes" / "dlrm_dpsgd.yaml")
+    plan = {"mechanism": "lightning_dpsparse.EANA", "epsilon": None, "noise_multiplier": 0.5}
+    strategy = {"class_path": "lightning_dpsparse.DPSparseStrategy", "init_args": {"privacy": plan}}
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    printed = run("fit", "--config", recipe, "--config", str(other), "--print_config").stdout
+    plan = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["privacy"]
+    assert plan["mechanism"]["class_path"] == "lightning_dpsparse.EANA"
+    assert plan["clipping"]["class_path"].endswith("FlatClipping")
+
+
+def test_the_private_recipe_runs_under_torchrun(tmp_path: Path) -> None:
+    """Two ranks, a target, a report, and the same from `report`."""
+    recipe = str(ROOT / "recipes" / "dlrm_dpsgd.yaml")
+    settings = ["--trainer.limit_val_batches=1", "--trainer.val_check_interval=1.0"]
+    settings.append("--trainer.log_every_n_steps=1")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    done = run("fit", "--config", recipe, *SMALL, *settings, launcher=launcher, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Privacy: DPSGD, noise multiplier" in done.stdout + done.stderr
+    told = run("report", "runs", cwd=tmp_path)
+    assert "-differentially private" in told.stdout
+    assert "taint: Logged without noise: train_loss" in told.stdout
+    page = next((tmp_path / "runs").rglob("privacy_report.html")).read_text()
+    assert "PRIVATE, BUT TAINTED" in page
+    metrics = next((tmp_path / "runs").rglob("metrics.csv")).read_text()
+    assert "epsilon" in metrics.splitlines()[0]
 
 
 def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Adjacency is always: one unit (an example, or a user) added or removed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from dp_accounting.dp_event import (
     SelfComposedDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
-from scipy.stats import binom
 
 
 @attr.s(frozen=True)
@@ -77,10 +77,11 @@ def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: f
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     counts = range(max_examples + 1)
+    chances = [
+        math.comb(max_examples, n) * rate**n * (1.0 - rate) ** (max_examples - n) for n in counts
+    ]
     return MixtureOfGaussiansDpEvent(
-        float(noise_multiplier),
-        tuple(float(count) for count in counts),
-        tuple(float(binom.pmf(count, max_examples, rate)) for count in counts),
+        float(noise_multiplier), tuple(float(count) for count in counts), tuple(chances)
     )
 
 

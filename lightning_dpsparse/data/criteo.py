@@ -58,6 +58,11 @@ class PreparedCriteo(ClickDataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def day_starts(self) -> list[int]:
+        """Where each part begins: Criteo's 1TB logs are a file a day."""
+        return [0, *self._ends[:-1].tolist()]
+
     @override
     def __getitems__(self, indices: Sequence[int]) -> Clicks:
         rows = self._rows(np.asarray(indices, dtype=np.int64))

@@ -75,6 +75,17 @@ class SyntheticClicks(ClickDataset):
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def day_starts(self) -> list[int]:
+        """Where each day begins in this stretch.
+
+        >>> SyntheticClicks(0, 25, [4], examples_per_day=10).day_starts
+        [0, 10, 20]
+        """
+        first_whole = -(-self.start // self.examples_per_day) * self.examples_per_day
+        later = range(first_whole - self.start, len(self), self.examples_per_day)
+        return sorted({0, *later})
+
     @override
     def __getitems__(self, indices: Sequence[int]) -> Clicks:
         index_B = np.asarray(indices, dtype=np.uint64) + np.uint64(self.start)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,23 +14,24 @@ from torch import Tensor
 # B examples, K groups of parameters
 
 
-class Clipping(Protocol):
+class Clipping(ABC):
     """Factors f with sum over groups k of (f_kb n_kb)^2 <= C^2 for every example b."""
 
     @property
-    def num_groups(self) -> int: ...
+    def num_groups(self) -> int:
+        return 1
 
     def groups_of(self, names: list[str]) -> list[int]:
         """The group of each table or dense parameter."""
-        ...
+        return [0] * len(names)
 
+    @abstractmethod
     def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
         """Factors (K, B) from squared norms (K, B)."""
-        ...
 
 
 @dataclass(frozen=True)
-class FlatClipping:
+class FlatClipping(Clipping):
     """One norm over all parameters of an example.
 
     f_b = min(1, C / n_b), and f_b = 0 where n_b is not finite.
@@ -42,17 +43,12 @@ class FlatClipping:
     tensor([[0.2500, 1.0000, 0.0000]])
     """
 
-    num_groups: ClassVar[int] = 1
-
-    def groups_of(self, names: list[str]) -> list[int]:
-        return [0] * len(names)
-
     def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
         return _shrink(squares_KB, clip_norm)
 
 
 @dataclass(frozen=True)
-class AutomaticClipping:
+class AutomaticClipping(Clipping):
     """Every gradient is scaled to a norm just under C, however small it was.
 
     f_b = C / (n_b + stability), and f_b = 0 where n_b is not finite.
@@ -70,17 +66,12 @@ class AutomaticClipping:
         if self.stability <= 0:
             raise ValueError(f"Expected stability > 0, found {self.stability}.")
 
-    num_groups: ClassVar[int] = 1
-
-    def groups_of(self, names: list[str]) -> list[int]:
-        return [0] * len(names)
-
     def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
         return _finite(clip_norm / (squares_KB.sqrt() + self.stability), squares_KB)
 
 
 @dataclass(frozen=True)
-class GroupClipping:
+class GroupClipping(Clipping):
     """A norm for each group of parameters, with C_k = C share_k and shares normalised.
 
     f_kb = min(1, C_k / n_kb), with sum_k C_k^2 = C^2, and f_kb = 0 where n_kb is not finite.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,19 +14,15 @@ Draw = Callable[[Tensor, int], Tensor]
 """draw(rows, part): noise of the step's standard deviation for these rows, for chunk `part`."""
 
 
-class Mechanism(Protocol):
+class Mechanism(ABC):
     """A frozen description; everything that changes is passed in."""
 
-    @property
-    def is_private(self) -> bool:
-        """Whether the mechanism, with honest sampling and noise, is differentially private."""
-        ...
+    is_private: ClassVar[bool]
+    """Whether the mechanism, with honest sampling and noise, is differentially private."""
 
-    @property
-    def threat_model(self) -> str:
-        """Against whom the guarantee holds, in a sentence."""
-        ...
+    threat_model: ClassVar[str]
+    """Against whom the guarantee holds, in a sentence."""
 
+    @abstractmethod
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         """Gradients on rows of one stack of tables, every row at most once a step."""
-        ...

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from lightning_dpsparse.engine.mechanism import Draw
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism
 from lightning_dpsparse.engine.rows import RowGradient
 
 
 @dataclass(frozen=True)
-class DPSGD:
+class DPSGD(Mechanism):
     """theta <- update(theta, (sum_b clip(g_b) + N(0, sigma^2 C^2 I)) / expected batch) on all rows.
 
     The exact mechanism, and the slow one: its cost is the height of the tables.

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dpsparse.engine.mechanism import Draw
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism
 from lightning_dpsparse.engine.rows import RowGradient
 
 
 @dataclass(frozen=True)
-class EANA:
+class EANA(Mechanism):
     """DP-SGD's update on rows that some example read, and on no other.
 
     NOT differentially private, whatever the noise: a row that moved tells that somebody had its id.

@@ -47,6 +47,7 @@ class Place:
     """The run's step, as its ledger counts."""
     planned_steps: int | None
     """Of the trainer, where it says so before it has seen a loader."""
+    is_one_epoch: bool
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class DataShape:
     steps_per_pass: int | None = None
     sampler: PoissonSampler | None = None
     """Set where it says which examples belong to one user."""
+
+    @property
+    def accounted(self) -> tuple[object, ...]:
+        """What the accounting rests on."""
+        return tuple(self.phases), self.num_units, self.expected_batch, self.steps_per_pass
 
 
 def private_loader(loader: object, plan: PrivacyPlan, place: Place) -> tuple[object, DataShape]:
@@ -143,6 +149,11 @@ def _days(
     length: int,
 ) -> list[Phase]:
     starts = _attribute(dataset, "day_starts", "where each day begins", "by_day")
+    if place.planned_steps is None and not place.is_one_epoch:
+        raise ValueError(
+            "Expected max_epochs=1 or max_steps with by_day, found several epochs: one takes all "
+            "days in order. For more steps a day set max_steps."
+        )
     if isinstance(plan.unit, Users) and plan.unit.in_one_day:
         check_one_day(_attribute(dataset, "users", "whose each example is", "unit"), starts)
     bounds = units.bounds(starts)

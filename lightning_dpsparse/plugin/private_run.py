@@ -51,8 +51,15 @@ class PrivateRun:
             self._key,
             lambda: self.budget.step,
             trainer.max_steps if trainer.max_steps > 0 else None,
+            trainer.max_epochs == 1,
         )
-        loader, self._shape = private_loader(loader, self.plan, place)
+        loader, shape = private_loader(loader, self.plan, place)
+        if self._shape is not None and self._shape.accounted != shape.accounted:
+            raise ValueError(
+                "Expected one training loader, the same in every epoch, found another: the "
+                "accounting was made for the first. Put the data into one data set."
+            )
+        self._shape = shape
         return loader
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
@@ -170,7 +177,9 @@ class PrivateRun:
             return
         self._trainer.fit_loop.epoch_loop.max_steps = steps_done
         planned = self.budget.run.planned_steps
-        self.ended_early = planned is None or self.budget.step < planned
+        if planned is not None and self.budget.step >= planned:
+            return
+        self.ended_early = True
         rank_zero_info(
             f"Privacy budget spent: epsilon {self.plan.epsilon:g} at delta "
             f"{self.budget.run.delta:g} after {self.budget.ledger.steps:,} steps. Training ends."

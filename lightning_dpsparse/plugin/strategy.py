@@ -121,9 +121,9 @@ class DPSparseStrategy(DDPStrategy):
         self.model_to_device()
         build.broadcast_dense(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            # The run first: configure_optimizers may ask how long training is and so load data.
+            self._run = None if self.privacy is None else PrivateRun(self.privacy, trainer)
             self.setup_optimizers(trainer)
-            if self.privacy is not None:
-                self._run = PrivateRun(self.privacy, trainer)
         self.setup_precision_plugin()
 
     @property

@@ -167,6 +167,7 @@ def test_the_users_seed_has_no_say(one_rank: Ranks, tmp_path: Path) -> None:
 def seeded(folder: Path) -> list[list[int]]:
     pl.seed_everything(1, verbose=False)
     drawn: list[list[int]] = fit(1, NOISY, folder)["drawn"]
+    os.environ.pop("PL_GLOBAL_SEED")  # the rank lives on
     return drawn
 
 
@@ -417,6 +418,12 @@ def weighted() -> DataLoader[Any]:
     return marked_loader(1, sampler=sampler, shuffle=None)
 
 
+def test_days_take_one_epoch(one_rank: Ranks, tmp_path: Path) -> None:
+    plan = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, by_day=True)
+    with pytest.raises(ValueError, match="Expected max_epochs=1 or max_steps with by_day"):
+        one_rank.run(fit, 1, plan, tmp_path, max_epochs=2)
+
+
 FIXED = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, sampling="fixed_order")
 BY_USER = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=1))
 
@@ -443,6 +450,33 @@ def test_loaders_that_the_accounting_does_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         one_rank.run(fit, 1, plan, tmp_path, loader=loader)
+
+
+class Scheduled(Watching):
+    """Asks in configure_optimizers how long training is: that loads the data early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 5
+        return super().configure_optimizers()
+
+
+def test_data_that_is_loaded_early_is_drawn_by_the_plan_too(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    result = one_rank.run(fit, 1, REPLAYED, tmp_path, module=Scheduled())[0]
+    plain = one_rank.run(fit, 1, REPLAYED, tmp_path)[0]
+    assert result["drawn"] == plain["drawn"]
+    assert len({len(step) for step in result["drawn"]}) > 1
+
+
+def fit_two_loaders(folder: Path, second: int) -> None:
+    loaders = [marked_loader(1), DataLoader(Bags(second), batch_size=3, collate_fn=collate)]
+    fit(1, NOISY, folder, loader=loaders)
+
+
+def test_one_loader_is_accounted_for(one_rank: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected one training loader, the same in every epoch"):
+        one_rank.run(fit_two_loaders, tmp_path, 9)
 
 
 def test_taints_are_found(one_rank: Ranks, tmp_path: Path) -> None:
