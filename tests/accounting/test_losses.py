@@ -80,6 +80,22 @@ def test_sampled_gaussians_agree_with_dp_accounting(noise: float, rate: float, s
         )  # theirs rounds more
 
 
+@pytest.mark.parametrize(("noise", "rate"), [(0.8, 1e-3), (2.0, 0.3)])
+def test_both_directions_agree_with_dp_accounting(noise: float, rate: float) -> None:
+    """Removing a unit is the dearer one here; adding must be right all the same."""
+    theirs = builders.from_gaussian_mechanism(noise, sampling_prob=rate)
+    ours = losses_of(events.poisson_gaussian(rate, noise))
+    whole = losses_of(events.gaussian(noise))
+    assert ours is not None
+    assert whole is not None
+    for found in (ours, poisson_subsampled(whole, rate)):
+        for direction in ("_pmf_remove", "_pmf_add"):
+            for epsilon in (-rate / 2, 0.0, rate / 2):
+                expected = getattr(theirs, direction).get_delta_for_epsilon(epsilon)
+                delta = getattr(found, direction).get_delta_for_epsilon(epsilon)
+                assert delta == pytest.approx(expected, rel=1e-5), direction
+
+
 def test_users_agree_with_dp_accounting() -> None:
     event = events.poisson_examples_of_user(3, 0.01, 1.3)
     theirs = builders.from_mixture_gaussian_mechanism(
@@ -163,9 +179,10 @@ def test_nothing_costs_nothing() -> None:
 
 def test_integers_do_not_fool_renyi() -> None:
     """dp-accounting's RDP drops all but the first of nested Gaussians with integer multipliers."""
-    nested = ComposedDpEvent([events.gaussian(5), SelfComposedDpEvent(events.gaussian(1), 1)])
-    expected = rdp_epsilon_of([(events.gaussian(5.0), 1), (events.gaussian(1.0), 1)], 1e-5)
-    assert rdp_epsilon_of([(nested, 1)], 1e-5) == pytest.approx(expected)
+    both = ComposedDpEvent([events.gaussian(5), SelfComposedDpEvent(events.gaussian(1), 1)])
+    one = events.poisson_gaussian(0.01, combined_noise(5.0, 1.0))
+    expected = rdp_epsilon_of([(one, 1)], 1e-5)
+    assert rdp_epsilon_of([(PoissonSampledDpEvent(0.01, both), 1)], 1e-5) == pytest.approx(expected)
 
 
 def test_renyi_is_a_looser_bound() -> None:

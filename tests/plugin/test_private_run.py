@@ -47,10 +47,13 @@ class Watching(SmallModule):
         self.fail_at, self.die_at = fail_at, die_at
         self.drawn: list[list[int]] = []
         self.epsilons: list[float] = []
+        self.unit_sizes: list[list[int] | None] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         step = len(self.drawn)
         self.drawn.append(batch.dense_features[:, 0].long().tolist())
+        run = self.trainer.strategy.private_run  # type: ignore[attr-defined]
+        self.unit_sizes.append(run.steps._unit_sizes if run else None)
         if step == self.fail_at:
             raise RuntimeError("this step fails")
         if step == self.die_at:
@@ -110,6 +113,7 @@ def fit(
     return {
         "drawn": module.drawn,
         "epsilons": module.epsilons,
+        "unit_sizes": module.unit_sizes,
         "ledger": run.budget.ledger.to_data() if run else None,
         "noise": run.budget.run.noise_multiplier if run else None,
         "state": snapshot(module),
@@ -373,6 +377,9 @@ def test_whole_users_are_drawn_together(two_ranks: Ranks, tmp_path: Path) -> Non
         users = [i // 3 for i in step]
         assert all(users.count(user) == 2 for user in users)  # two of three are kept
         assert all(i % 3 < 2 for i in step)
+    for result in results:  # and the step is told whose they are
+        users = [[2] * (len(step) // 2) for step in result["drawn"]]
+        assert result["unit_sizes"] == users
     assert len(results[0]["drawn"]) == 4  # 20 users, five a step
     facts = results[0]["facts"]
     assert facts["guarantee"]["unit"] == "user"
