@@ -53,7 +53,7 @@ def make_facts(
             "epsilon": _finite(epsilon),
             "delta": run.delta,
             "unit": "user" if isinstance(run.plan.unit, Users) else "example",
-            "adjacency": _adjacency(run),
+            "adjacency": run.plan.adjacency,
             "threat_model": run.plan.mechanism.threat_model,
             "faults": faults,
         },
@@ -119,15 +119,6 @@ def _up(value: float) -> str:
     """Four digits, never rounded down."""
     digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{math.ceil(round(value * 10.0**digits, 6)) / 10.0**digits:.4g}"
-
-
-def _adjacency(run: RunPlan) -> str:
-    unit = run.plan.unit
-    if run.plan.sampling == "fixed_order":
-        return "one example replaced by none, in its place"
-    if isinstance(unit, Users):
-        return f"one user added or removed, with at most {unit.max_examples:,} examples"
-    return "one example added or removed"
 
 
 def _sampling(run: RunPlan) -> str:

@@ -163,6 +163,15 @@ class PrivacyPlan:
     def unit_lives_in_one_day(self) -> bool:
         return self.by_day and (not isinstance(self.unit, Users) or self.unit.in_one_day)
 
+    @property
+    def adjacency(self) -> str:
+        """What two data sets may differ in."""
+        if self.sampling == "fixed_order":
+            return "one example replaced by none, in its place"
+        if isinstance(self.unit, Users):
+            return f"one user added or removed, with at most {self.unit.max_examples:,} examples"
+        return "one example added or removed"
+
     def event(self, phase: Phase, noise_multiplier: float) -> DpEvent:
         """What one step of a phase (one pass, in fixed order) costs."""
         if not self.mechanism.is_private or self.fixed_key is not None:
@@ -243,8 +252,25 @@ class RunPlan:
         charged = self._charges(0, self.planned_steps)
         return events.composed([(event, times) for event, _, _, times in charged])
 
+    @property
+    def protects(self) -> str:
+        """Whom the charges of this run protect: charges can only be added up for the same."""
+        days = [f"{p.first:,} to {p.stop:,}" for p in self.phases if p.name is not None]
+        return f"{self.plan.adjacency}{', living in one of ' if days else ''}{'; '.join(days)}"
+
     def take_up(self, ledger: Ledger) -> None:
-        """Before a run goes on: a pass in fixed order that was broken off costs like a new one."""
+        """Before a run begins or goes on.
+
+        A pass in fixed order that was broken off costs like a new one. A ledger that protects
+        somebody else is refused.
+        """
+        if ledger.protects is not None and ledger.protects != self.protects:
+            raise ValueError(
+                f"Expected to go on protecting {ledger.protects!r}, found a plan that protects "
+                f"{self.protects!r}: what was charged before says nothing about it. Keep unit, "
+                "sampling and days, or start anew."
+            )
+        ledger.protects = self.protects
         if self.steps_per_pass and (ledger.steps - ledger.lost) % self.steps_per_pass:
             ledger.charge(self._events[0], self.phases[0].name, steps=0)
 

@@ -41,6 +41,8 @@ class Ledger:
     steps: int = 0
     lost: int = 0
     """Steps that were charged, and are not in the model."""
+    protects: str | None = None
+    """Whom, in words; set by the first run."""
 
     def charge(
         self, event: DpEvent, partition: str | None = None, *, steps: int = 1, times: int = 1
@@ -85,14 +87,22 @@ class Ledger:
             {"event": to_data(e.event), "count": e.count, "partition": e.partition}
             for e in self.entries
         ]
-        return {"run": self.run, "entries": entries, "steps": self.steps, "lost": self.lost}
+        return {
+            "run": self.run,
+            "entries": entries,
+            "steps": self.steps,
+            "lost": self.lost,
+            "protects": self.protects,
+        }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Ledger:
         entries = [
             Entry(from_data(e["event"]), int(e["count"]), e["partition"]) for e in data["entries"]
         ]
-        return cls(str(data["run"]), entries, int(data["steps"]), int(data["lost"]))
+        return cls(
+            str(data["run"]), entries, int(data["steps"]), int(data["lost"]), data["protects"]
+        )
 
 
 class Journal:

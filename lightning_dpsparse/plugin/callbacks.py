@@ -104,7 +104,7 @@ class PrivacyReport(Callback):
     def _write(self, trainer: Trainer) -> None:
         run = private_run(trainer)
         folder = Path(self.folder) if self.folder else run.folder
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and run.has_started:
             write_report(run.facts(), folder)
 
 

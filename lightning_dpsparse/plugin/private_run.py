@@ -20,7 +20,8 @@ from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loa
 from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
 
 CHECKPOINT_KEY = "lightning_dpsparse"
-_LEDGER = "_lightning_dpsparse_ledger"  # of a module that was trained before
+_SPENT = "_lightning_dpsparse_spent"  # ledger and journal of a module that was trained before
+_OURS = ("epsilon", "noise_multiplier", "noise_stddev")
 
 
 class PrivateRun:
@@ -35,6 +36,7 @@ class PrivateRun:
         self._not_covered: list[str] = []
         self._ledger: Ledger | None = None
         self._shape: DataShape | None = None
+        self._facts: tuple[Any, dict[str, Any]] | None = None
         self._budget: Budget | None = None
         self._journal: Journal | None = None
         self._journal_folder = self.folder / "privacy"
@@ -89,7 +91,11 @@ class PrivateRun:
     def start(self, module: nn.Module) -> None:
         """Charge-ready: noise calibrated, budget known, journal open."""
         assert self._shape is not None
-        ledger = self._ledger or getattr(module, _LEDGER, None) or from_rank_zero(Ledger)
+        ledger = self._ledger
+        if ledger is None and hasattr(module, _SPENT):
+            ledger, self._journal_folder = getattr(module, _SPENT)
+        if ledger is None:
+            ledger = from_rank_zero(Ledger)
         planned = self._trainer.estimated_stepping_batches  # asks the ranks: on all of them
         shape = self._shape
         run = from_rank_zero(  # calibration takes seconds: once is enough
@@ -105,32 +111,26 @@ class PrivateRun:
         self._tell_of_changes(ledger, run.noise_multiplier)
         run.take_up(ledger)
         ahead = from_rank_zero(lambda: forecast(run, ledger))
-        self._journal = None
 
         def open_journal() -> None:  # an error must reach all ranks
             self._journal = Journal(self._journal_folder, ledger.run)
 
         from_rank_zero(open_journal)
         self._budget = Budget(run, ledger, ahead, self._journal)
-        self._ledger = ledger
-        setattr(module, _LEDGER, ledger)
+        setattr(module, _SPENT, (ledger, self._journal_folder))
         self.steps = PrivateSteps(module, run, self._key, diagnose=self._diagnose)
         for fault in self.plan.faults():
             rank_zero_warn(fault)
         self._announce()
 
     def _tell_of_changes(self, ledger: Ledger, noise_multiplier: float) -> None:
-        events = {str(entry.event) for entry in ledger.entries}
-        if events and ledger.steps > ledger.lost and not self._continues(ledger, noise_multiplier):
+        assert self._shape is not None
+        events = [self.plan.event(phase, noise_multiplier) for phase in self._shape.phases]
+        if ledger.entries and ledger.entries[-1].event not in events:
             rank_zero_warn(
                 f"The run goes on with other noise, batches or data than before: {ledger.steps:,} "
                 "steps stay charged as they were taken, new ones as they will be."
             )
-
-    def _continues(self, ledger: Ledger, noise_multiplier: float) -> bool:
-        assert self._shape is not None
-        events = [self.plan.event(phase, noise_multiplier) for phase in self._shape.phases]
-        return ledger.entries[-1].event in events
 
     def _announce(self) -> None:
         run, budget = self.budget.run, self.budget
@@ -201,22 +201,25 @@ class PrivateRun:
         """For every checkpoint: plain Python values, and no secret."""
         return {
             "ledger": self.budget.ledger.to_data(),
-            "delta": self.budget.run.delta,
             "journal": str(self._journal_folder.absolute()),
             "taints": self.taints(),
             "not_covered": list(self._not_covered),
         }
 
     def facts(self) -> dict[str, Any]:
-        """The privacy report's facts, exact as of now. Slow."""
-        budget = self.budget
-        return make_facts(
-            budget.run,
-            budget.ledger,
-            self._trainer.world_size,
-            taints=self.taints(),
-            not_covered=self._not_covered,
-        )
+        """The privacy report's facts, exact as of now. Slow, so made once for a step."""
+        budget, taints = self.budget, self.taints()
+        now = (budget.ledger.steps, taints)
+        if self._facts is None or self._facts[0] != now:
+            made = make_facts(
+                budget.run,
+                budget.ledger,
+                self._trainer.world_size,
+                taints=taints,
+                not_covered=self._not_covered,
+            )
+            self._facts = now, made
+        return self._facts[1]
 
     def taints(self) -> list[str]:
         """Ways in which private data got out or in beside the mechanism, as far as can be seen."""
@@ -226,8 +229,11 @@ class PrivateRun:
             found.append("Training may have been stopped early by a metric of validation data.")
         if any(isinstance(c, ModelCheckpoint) and c.monitor for c in trainer.checkpoint_callbacks):
             found.append("The checkpoint may have been chosen by a metric of validation data.")
-        names = ("train", "nonprivate/")
-        logged = sorted(n for n in trainer.callback_metrics if n.startswith(names))
+        logged = sorted(
+            name
+            for name in trainer.callback_metrics
+            if name not in _OURS and not name.startswith(("val", "test"))
+        )
         if logged:
             found.append(f"Logged without noise: {', '.join(logged)}.")
         return list(dict.fromkeys(found))
