@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
     from lightning_dpsparse.mechanisms.eana import EANA
+    from lightning_dpsparse.mechanisms.lazydp import LazyDP
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
@@ -32,6 +33,7 @@ _HOME = {
     "FlatClipping": "lightning_dpsparse.engine.clipping",
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
     "GroupClipping": "lightning_dpsparse.engine.clipping",
+    "LazyDP": "lightning_dpsparse.mechanisms.lazydp",
     "Placement": "lightning_dpsparse.sharded.placement",
     "PredictionWriter": "lightning_dpsparse.plugin.callbacks",
     "PrivacyMonitor": "lightning_dpsparse.plugin.callbacks",
@@ -48,6 +50,7 @@ __all__ = [
     "FlatClipping",
     "FusedOptimizer",
     "GroupClipping",
+    "LazyDP",
     "Placement",
     "PredictionWriter",
     "PrivacyMonitor",

@@ -61,6 +61,7 @@ class DenseCapture(TorchFunctionMode):
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.parameters = dict(parameters)
+        self._pieces: tuple[Tensor, dict[str, Tensor]] | None = None
         self.clear()
 
     def __torch_function__(
@@ -109,8 +110,11 @@ class DenseCapture(TorchFunctionMode):
 
     def pieces(self, flat: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of it."""
-        parts = flat.split([parameter.numel() for parameter in self.parameters.values()])
-        return {name: part.view_as(p) for (name, p), part in zip(self.parameters.items(), parts)}
+        if self._pieces is None or self._pieces[0] is not flat:  # mostly the same memory again
+            parts = flat.split([parameter.numel() for parameter in self.parameters.values()])
+            named = zip(self.parameters.items(), parts)
+            self._pieces = flat, {name: part.view_as(p) for (name, p), part in named}
+        return self._pieces[1]
 
     def clipped_sum(self, name: str, factors_B: Tensor, out: Tensor) -> Tensor:
         """sum_b f_b g_b for one parameter, into `out`; zero if no example touched it."""

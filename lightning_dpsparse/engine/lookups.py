@@ -1,7 +1,8 @@
-"""What one embedding kernel read in a step, and the gradient that came back to it."""
+"""What one embedding kernel reads in a step, and the gradient that comes back to it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,7 +32,7 @@ class Stack:
         """Where each table begins among these sorted rows of the stack, with the end."""
         if len(self.tables) == 1:
             return [0, rows_U.numel()]
-        return _bounds(rows_U, self.starts)
+        return bounds(rows_U, self.starts)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Layout:
             starts.append(starts[-1] + rows)
         return tuple(starts)
 
+    def features_of(self, stack: Stack) -> range:
+        """The stack's features, which stand side by side as its tables do."""
+        members = [f for f, table in enumerate(self.table_of_feature) if table in stack.tables]
+        return range(members[0], members[-1] + 1)
+
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """What an update is made of: stacks of tables, or single tables."""
@@ -89,21 +95,44 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """One kernel's read. Bag f * B + b holds feature f of example b."""
+class Runs:
+    """The lookups of some bags by row: each row once, and its lookups side by side."""
+
+    row_U: Tensor
+    """Rows that were read, increasing, with all tables of the kernel numbered through."""
+    start_U: Tensor
+    """Where each row's lookups begin in `order_L`."""
+    order_L: Tensor
+    """The lookups, sorted by row; those of one row as they come."""
+
+    @cached_property
+    def position_L(self) -> Tensor:
+        """Where the row of each lookup stands in `row_U`."""
+        count_U = self.start_U.diff(append=self.start_U.new_full((1,), self.order_L.numel()))
+        sorted_L = torch.repeat_interleave(count_U, output_size=self.order_L.numel())
+        return torch.empty_like(sorted_L).scatter_(0, self.order_L, sorted_L)
+
+
+def by_row(row_L: Tensor) -> Runs:
+    sorted_L, order_L = torch.sort(row_L, stable=True)
+    row_U, count_U = torch.unique_consecutive(sorted_L, return_counts=True)
+    return Runs(row_U, count_U.cumsum(0) - count_U, order_L)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The ids that one kernel reads. Bag f * B + b holds feature f of example b."""
 
     layout: Layout
     ids_L: Tensor
     """Rows within their table's piece on this rank."""
     offsets: Tensor
     """Where each bag begins in ids_L, with the end: F * B + 1 numbers."""
-    gradient_BE: Tensor
-    """d loss_b / d output_b: row b holds nothing but example b's gradient."""
     weights_L: Tensor | None = None
 
     @property
     def num_examples(self) -> int:
-        return self.gradient_BE.shape[0]
+        return (self.offsets.numel() - 1) // len(self.layout.table_of_feature)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -133,11 +162,47 @@ class Lookup:
         return self.ids_L + starts_F[self.bag_L // max(1, self.num_examples)]
 
     @cached_property
+    def runs(self) -> Runs:
+        return by_row(self.row_L)
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Where each stack's rows begin in `runs`, with the end."""
+        starts = [stack.first_row for stack in self.layout.stacks]
+        count = self.runs.row_U.numel()
+        return [0, count] if len(starts) == 1 else [*bounds(self.runs.row_U, starts), count]
+
+    def rows_of_stacks(self) -> list[Tensor]:
+        """The distinct rows that are read, increasing, stack by stack."""
+        row_U = self.runs.row_U
+        return [
+            row_U[start:stop] - stack.first_row if stack.first_row else row_U[start:stop]
+            for stack, (start, stop) in zip(self.layout.stacks, pairwise(self.cuts))
+        ]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One kernel's read, and what came back to it."""
+
+    bags: Bags
+    gradient_BE: Tensor
+    """d loss_b / d output_b: row b holds nothing but example b's gradient."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.bags.layout
+
+    @property
+    def num_examples(self) -> int:
+        return self.gradient_BE.shape[0]
+
+    @cached_property
     def coefficient_L(self) -> Tensor | None:
         """What a row is multiplied by on its way into the bag; None is one."""
-        coefficient = self.weights_L
-        if self.layout.is_mean and not self.is_one_hot:
-            share_L = self.lengths.to(self.gradient_BE.dtype).reciprocal()[self.bag_L]
+        bags, coefficient = self.bags, self.bags.weights_L
+        if bags.layout.is_mean and not bags.is_one_hot:
+            share_L = bags.lengths.to(self.gradient_BE.dtype).reciprocal()[bags.bag_L]
             coefficient = share_L if coefficient is None else coefficient * share_L
         return coefficient
 
@@ -145,11 +210,12 @@ class Lookup:
         """`coefficient_L`, with zero for rows that the mask leaves out."""
         if row_mask is None:
             return self.coefficient_L
-        keep_L = row_mask[self.row_L].to(self.gradient_BE.dtype)
+        keep_L = row_mask[self.bags.row_L].to(self.gradient_BE.dtype)
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
 
 
-def _bounds(sorted_U: Tensor, starts: tuple[int, ...]) -> list[int]:
+def bounds(sorted_U: Tensor, starts: Sequence[int]) -> list[int]:
+    """Where each start lies among the sorted numbers."""
     cuts: list[int] = torch.searchsorted(
         sorted_U, torch.tensor(starts, device=sorted_U.device)
     ).tolist()

@@ -23,6 +23,12 @@ class Mechanism(ABC):
     threat_model: ClassVar[str]
     """Against whom the guarantee holds, in a sentence."""
 
+    defers: ClassVar[bool] = False
+    """Whether noise waits until a row is read: only an optimizer without memory allows that."""
+
+    reaches_all_rows: ClassVar[bool] = False
+    """Whether rows that nobody read are updated too, now or later."""
+
     @abstractmethod
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         """Gradients on rows of one stack of tables, every row at most once a step."""

@@ -44,7 +44,8 @@ def square_norms(
         layout.features_of_table[t][0] for t in chosen if len(layout.features_of_table[t]) == 1
     ]
     shared = [t for t in chosen if len(layout.features_of_table[t]) > 1]
-    if len(alone) == len(layout.table_of_feature) and lookup.is_one_hot and coefficient_L is None:
+    all_alone = len(alone) == len(layout.table_of_feature)
+    if all_alone and lookup.bags.is_one_hot and coefficient_L is None:
         return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
     squares_B = _of_unshared(lookup, coefficient_L, alone)
     for table in shared:
@@ -69,15 +70,21 @@ def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[in
 
 def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
     """sum over rows of (sum of the row's coefficients)^2 for every bag, (F * B,)."""
-    weights = lookup.gradient_BE.new_zeros(lookup.lengths.numel())
+    weights = lookup.gradient_BE.new_zeros(lookup.bags.lengths.numel())
     if coefficient_L is None:
-        coefficient_L = lookup.gradient_BE.new_ones(lookup.ids_L.numel())
-    if lookup.is_one_hot:
+        coefficient_L = lookup.gradient_BE.new_ones(lookup.bags.ids_L.numel())
+    if lookup.bags.is_one_hot:
         return weights.copy_(coefficient_L).square_()
-    key_L = lookup.bag_L * max(lookup.layout.num_rows) + lookup.ids_L
-    key_U, position_L = torch.unique(key_L, return_inverse=True)
-    sum_U = weights.new_zeros(key_U.numel()).index_add_(0, position_L, coefficient_L)
-    return weights.index_add_(0, key_U // max(lookup.layout.num_rows), sum_U.square_())
+    # Sorted by row, a bag's lookups of one row are neighbours: U of (row, bag) begin somewhere.
+    runs, order_L = lookup.bags.runs, lookup.bags.runs.order_L
+    bag_L = lookup.bags.bag_L[order_L]
+    is_first_L = torch.ones_like(bag_L)
+    is_first_L[1:] = bag_L[1:] != bag_L[:-1]
+    is_first_L[runs.start_U] = 1
+    sum_U = weights.new_zeros(bag_L.numel())  # as many as there may be
+    sum_U.index_add_(0, is_first_L.cumsum(0).sub_(1), coefficient_L[order_L])
+    bag_U = bag_L[is_first_L.bool()]
+    return weights.index_add_(0, bag_U, sum_U[: bag_U.numel()].square_())
 
 
 def _by_row(
@@ -89,13 +96,13 @@ def _by_row(
     keys, values = [], []
     for feature in features:
         first, last = feature * num_examples, (feature + 1) * num_examples
-        here = slice(int(lookup.offsets[first]), int(lookup.offsets[last]))
-        example = lookup.bag_L[here] - first
+        here = slice(int(lookup.bags.offsets[first]), int(lookup.bags.offsets[last]))
+        example = lookup.bags.bag_L[here] - first
         value = lookup.gradient_BE[:, lookup.layout.columns[feature]][example]
         if coefficient_L is not None:
             value = value * coefficient_L[here, None]
         unit = example if leader_B is None else leader_B[example]
-        keys.append(unit * num_rows + lookup.ids_L[here])
+        keys.append(unit * num_rows + lookup.bags.ids_L[here])
         values.append(value)
     return row_square_norms(
         torch.cat(keys), torch.cat(values), num_rows, num_examples, of_units=leader_B is not None

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs, bounds, by_row
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -50,16 +50,10 @@ def clipped_row_gradients(
     at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same mask and tables. The same
     goes for a unit whose examples have one factor, with n_kb from `square_norms` of its leader.
     """
-    layout, num_examples = lookup.layout, max(1, lookup.num_examples)
-    row_L, bag_L, coefficient_L = lookup.row_L, lookup.bag_L, lookup.coefficient_L
-    if row_mask is not None:
-        kept = row_mask[row_L].nonzero().squeeze(1)
-        row_L, bag_L = row_L[kept], bag_L[kept]
-        coefficient_L = None if coefficient_L is None else coefficient_L[kept]
-    row_L, order_L = torch.sort(row_L)
-    row_U, count_U = torch.unique_consecutive(row_L, return_counts=True)
-    start_U = count_U.cumsum(0) - count_U
-    bag_L = bag_L[order_L]
+    bags, layout, num_examples = lookup.bags, lookup.layout, max(1, lookup.num_examples)
+    runs = bags.runs if row_mask is None else _kept_runs(bags, row_mask)
+    row_U, start_U, order_L = runs.row_U, runs.start_U, runs.order_L
+    bag_L = bags.bag_L[order_L]
     feature_L = bag_L // num_examples
     example_L = bag_L - feature_L * num_examples
     if len(factors_KB) == 1:
@@ -67,23 +61,29 @@ def clipped_row_gradients(
     else:
         groups = [group_of_table[t] for t in layout.table_of_feature]
         weight_L = factors_KB[torch.tensor(groups, device=row_U.device)[feature_L], example_L]
-    if coefficient_L is not None:
-        weight_L = weight_L * coefficient_L[order_L]
+    if lookup.coefficient_L is not None:
+        weight_L = weight_L * lookup.coefficient_L[order_L]
     if len(layout.stacks) == 1:
         values, index_L = _by_bag(lookup.gradient_BE, layout, feature_L, example_L)
-        return [RowGradient(row_U, _weighted_runs(values, index_L, start_U, weight_L))]
+        return [RowGradient(row_U, weighted_runs(values, index_L, start_U, weight_L))]
     starts = [stack.first_row for stack in layout.stacks]
-    cuts = torch.searchsorted(row_U, torch.tensor(starts, device=row_U.device)).tolist()
-    ends = [*start_U.tolist(), row_L.numel()]
+    cuts = bounds(row_U, starts)
+    ends = [*start_U.tolist(), order_L.numel()]
     result = []
     for stack, (start, stop) in zip(layout.stacks, pairwise([*cuts, row_U.numel()])):
         here = slice(ends[start], ends[stop])
         values, index_L = _by_bag(
             lookup.gradient_BE, layout, feature_L[here], example_L[here], stack.tables
         )
-        sums_UD = _weighted_runs(values, index_L, start_U[start:stop] - here.start, weight_L[here])
+        sums_UD = weighted_runs(values, index_L, start_U[start:stop] - here.start, weight_L[here])
         result.append(RowGradient(row_U[start:stop] - stack.first_row, sums_UD))
     return result
+
+
+def _kept_runs(bags: Bags, row_mask: Tensor) -> Runs:
+    kept = row_mask[bags.row_L].nonzero().squeeze(1)
+    runs = by_row(bags.row_L[kept])
+    return Runs(runs.row_U, runs.start_U, kept[runs.order_L])
 
 
 def _by_bag(
@@ -105,7 +105,35 @@ def _by_bag(
     return values, place[feature_L] * len(gradient_BE) + example_L
 
 
-def _weighted_runs(values: Tensor, index_L: Tensor, start_U: Tensor, weight_L: Tensor) -> Tensor:
+def add_to_bags(output_BE: Tensor, bags: Bags, rows_of_stacks: list[Tensor]) -> None:
+    """What reading would have given, had these been added to the distinct rows of every stack."""
+    layout, size = bags.layout, bags.num_examples
+    for stack, start, rows_UD in zip(layout.stacks, bags.cuts, rows_of_stacks):
+        features = layout.features_of(stack)
+        offsets = bags.offsets[features.start * size : features.stop * size + 1]
+        here = slice(None)
+        if len(layout.stacks) > 1:
+            here = slice(int(offsets[0]), int(offsets[-1]))
+            offsets = offsets - offsets[0]
+        pooled = torch.nn.functional.embedding_bag(
+            bags.runs.position_L[here] - start,
+            rows_UD,
+            offsets[:-1],
+            mode="mean" if layout.is_mean else "sum",
+            per_sample_weights=None if bags.weights_L is None else bags.weights_L[here],
+        )
+        first, last = layout.columns[features.start].start, layout.columns[features[-1]].stop
+        view_BFD = output_BE[:, first:last].unflatten(1, (len(features), -1))
+        view_BFD += pooled.view(len(features), size, -1).transpose(0, 1)
+
+
+def add_to_rows(weight_RD: Tensor, rows_U: Tensor, values_UD: Tensor) -> None:
+    """weight[rows] += values, in place, with every row at most once."""
+    # With an index that repeats along rows this is PyTorch's quickest way to add to rows.
+    weight_RD.scatter_add_(0, rows_U[:, None].expand_as(values_UD), values_UD)
+
+
+def weighted_runs(values: Tensor, index_L: Tensor, start_U: Tensor, weight_L: Tensor) -> Tensor:
     """sum of weight_l * values[index_l] over each run of lookups, in one pass without copies.
 
     That is a bag of rows: PyTorch has a kernel for it.

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.clipping import Clipping
+from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Lookup, Stack
-from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
 from lightning_dpsparse.noise.keys import Stream
@@ -27,7 +28,7 @@ from lightning_dpsparse.noise.sources import NoiseSource
 # B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
 # A unit is what is clipped as one: an example, or all examples of a user, which lie side by side.
 
-_DENSE_CHUNK = 1 << 18
+_DENSE_CHUNK = 1 << 19
 """Dense parameters that get noise at a time: noise for all would be memory as large as they are."""
 
 
@@ -82,8 +83,12 @@ class Read(Protocol):
         ...
 
     def lookup(self) -> Lookup: ...
-    def apply(self, gradients: list[RowGradient]) -> None:
-        """Give the fused optimizer a gradient on rows of each stack, in one call."""
+    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+        """Give the fused optimizer a gradient on rows of each stack, in one call.
+
+        With `decay_later` these rows still owe this step's weight decay, which will shrink the
+        gradient too.
+        """
         ...
 
 
@@ -145,8 +150,9 @@ def clipped_sums(
                 squares = square_norms(lookup, tables=tables, leader_B=leaders)
                 _add(squares_B, squares, read.order_B)
     leader_n = None if leader_B is None else leader_B[mine] - ranks.first_example
+    mine_Kn = [squares_B[mine] for squares_B in squares_KB]
     for name, squares_n in dense.square_norms(loss_n.numel(), leader_n):
-        squares_KB[group[name], mine] += squares_n
+        mine_Kn[group[name]].add_(squares_n)
     ranks.sum(squares_KB)
 
     # 3. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
@@ -200,49 +206,28 @@ def release(
 
     # Tables, where they live: the mechanism says which rows take part, and draws their noise.
     for read, gradients in zip(reads, clipped.tables):
-        updates = [
-            recipe.mechanism.updates(
-                gradient, stack.num_rows, _Draw(recipe, noise, read, stack, step, gradient)
-            )
-            for stack, gradient in zip(read.stacks, gradients)
-        ]
+        updates = []
+        for stack, gradient in zip(read.stacks, gradients):
+            of_stack = StackNoise(noise, stack, read.table_names, read.corners)
+            draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
+            updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
         for parts in zip_longest(*updates):
-            read.apply([part or g.empty() for part, g in zip(parts, gradients)])
+            read.apply(
+                [part or g.empty() for part, g in zip(parts, gradients)],
+                decay_later=recipe.mechanism.defers,
+            )
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Noise for rows of one stack of tables."""
+def _drawing(noise: StackNoise, stddev: float, step: int, like_UD: Tensor) -> Draw:
+    """How a mechanism draws this step's noise for rows of one stack."""
 
-    recipe: Recipe
-    noise: NoiseSource
-    read: Read
-    stack: Stack
-    step: int
-    like: RowGradient
+    def draw(rows_U: Tensor, part: int) -> Tensor:
+        out_UD = like_UD.new_empty(rows_U.numel(), like_UD.shape[1])
+        if stddev == 0:
+            return out_UD.zero_()
+        return noise.fill_(out_UD, "gradient", step, rows_U, part=part, stddev=stddev)
 
-    def __call__(self, rows: Tensor, part: int) -> Tensor:
-        out = self.like.values_UD.new_empty(rows.numel(), self.like.values_UD.shape[1])
-        if not self.noise.is_by_row:  # one stream for all: its name is the first table's
-            return _fill(out, self.recipe, self.noise, self._stream(0, part))
-        bounds = self.stack.bounds(rows)
-        for t, (start, stop) in enumerate(pairwise(bounds)):
-            here = rows[start:stop] - self.stack.starts[t]
-            _fill(out[start:stop], self.recipe, self.noise, self._stream(t, part), here)
-        return out
-
-    def _stream(self, t: int, part: int) -> Stream:
-        table = self.stack.tables[t]
-        name, corner = self.read.table_names[table], self.read.corners[table]
-        return Stream("gradient", name, self.step, corner, part)
-
-
-def _fill(
-    out: Tensor, recipe: Recipe, noise: NoiseSource, stream: Stream, rows: Tensor | None = None
-) -> Tensor:
-    if recipe.noise_stddev == 0:
-        return out.zero_()
-    return noise.fill_(out, stream, recipe.noise_stddev, rows)
+    return draw
 
 
 def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:
@@ -279,4 +264,4 @@ def _take(values: Tensor, order_B: Tensor | None) -> Tensor:
 
 def _without(lookup: Lookup, bad_B: Tensor) -> Lookup:
     gradient_BE = torch.where(bad_B[:, None], 0.0, lookup.gradient_BE)
-    return Lookup(lookup.layout, lookup.ids_L, lookup.offsets, gradient_BE, lookup.weights_L)
+    return Lookup(lookup.bags, gradient_BE)

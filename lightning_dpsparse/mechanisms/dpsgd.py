@@ -23,6 +23,7 @@ class DPSGD(Mechanism):
     """Rows that are updated at a time: noise never takes more memory than this many."""
 
     is_private: ClassVar[bool] = True
+    reaches_all_rows: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
         "The adversary sees every model on the way, after each step, and knows all other data."
     )

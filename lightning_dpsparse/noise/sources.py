@@ -36,9 +36,18 @@ class NoiseSource(Protocol):
         ...
 
     def fill_(
-        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+        self,
+        out_RD: Tensor,
+        stream: Stream,
+        stddev: float = 1.0,
+        rows_R: Tensor | None = None,
+        steps_R: Tensor | None = None,
     ) -> Tensor:
-        """Overwrite `out_RD`; `rows_R` are its rows within the shard, if not the first ones."""
+        """Overwrite `out_RD`; `rows_R` are its rows within the shard, if not the first ones.
+
+        `steps_R` gives each row its own step instead of the stream's, where a draw belongs to a
+        row; elsewhere the stream alone names the draws.
+        """
         ...
 
 
@@ -51,7 +60,12 @@ class FastNoise:
         self._key = key
 
     def fill_(
-        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+        self,
+        out_RD: Tensor,
+        stream: Stream,
+        stddev: float = 1.0,
+        rows_R: Tensor | None = None,
+        steps_R: Tensor | None = None,
     ) -> Tensor:
         return out_RD.normal_(0.0, stddev, generator=self._generator(out_RD.device, stream))
 
@@ -96,28 +110,32 @@ class SecureNoise:
 
     def __init__(self, key: RunKey) -> None:
         self._key = key
-        self._words = bytearray(4 * _CHUNK + 16)
-        self._numbers = torch.empty(_CHUNK + _CHUNK // 2)
 
     def fill_(
-        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+        self,
+        out_RD: Tensor,
+        stream: Stream,
+        stddev: float = 1.0,
+        rows_R: Tensor | None = None,
+        steps_R: Tensor | None = None,
     ) -> Tensor:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         cipher = Cipher(algorithms.AES(self._key.bytes_for(stream, 16)), modes.CTR(bytes(16)))
         keystream = cipher.encryptor()
-        words = torch.frombuffer(self._words, dtype=torch.int32)
+        memory = bytearray(4 * _CHUNK + 16)
+        words, numbers = torch.frombuffer(memory, dtype=torch.int32), torch.empty(3 * _CHUNK // 2)
         for piece in out_RD.view(-1).split(_CHUNK):
             count = piece.numel()
             half = -(-count // 2)
-            keystream.update_into(memoryview(_ZEROS)[: 8 * half], self._words)
-            radius, angle = self._numbers[: 2 * half].copy_(words[: 2 * half]).chunk(2)
+            keystream.update_into(memoryview(_ZEROS)[: 8 * half], memory)
+            radius, angle = numbers[: 2 * half].copy_(words[: 2 * half]).chunk(2)
             # u = |word| / 2^31 keeps all bits near zero, where the tails come from: draws reach 6.6
             # standard deviations. A sum that brings words into (0, 1) would lose them.
             radius.abs_().mul_(2.0**-31).clamp_min_(2.0**-32)
             radius.log_().mul_(-2.0 * stddev**2).sqrt_()
             angle.mul_(2.0 * math.pi * 2.0**-32)
-            cosine = torch.cos(angle, out=self._numbers[_CHUNK : _CHUNK + half]).mul_(radius)
+            cosine = torch.cos(angle, out=numbers[_CHUNK : _CHUNK + half]).mul_(radius)
             piece[:half] = cosine
             piece[half:] = angle.sin_().mul_(radius)[: count - half]
         return out_RD
@@ -132,7 +150,12 @@ class RowNoise:
         self._key = key
 
     def fill_(
-        self, out_RD: Tensor, stream: Stream, stddev: float = 1.0, rows_R: Tensor | None = None
+        self,
+        out_RD: Tensor,
+        stream: Stream,
+        stddev: float = 1.0,
+        rows_R: Tensor | None = None,
+        steps_R: Tensor | None = None,
     ) -> Tensor:
         first_row, first_column = stream.shard
         rows, columns = out_RD.shape
@@ -142,10 +165,18 @@ class RowNoise:
             else rows_R.cpu().numpy().astype(np.uint64) + np.uint64(first_row)
         )
         column_D = np.arange(first_column, first_column + columns, dtype=np.uint64)
-        return out_RD.copy_(torch.from_numpy(self._draw(stream, row_R, column_D))).mul_(stddev)
+        if steps_R is None:
+            drawn_RD = self._draw(stream, stream.step, row_R, column_D)
+        else:
+            step_R = steps_R.cpu().numpy()
+            drawn_RD = np.empty((rows, columns), dtype=np.float32)
+            for step in np.unique(step_R):
+                here = step_R == step
+                drawn_RD[here] = self._draw(stream, int(step), row_R[here], column_D)
+        return out_RD.copy_(torch.from_numpy(drawn_RD)).mul_(stddev)
 
-    def _draw(self, stream: Stream, row_R: U64, column_D: U64) -> NDArray[np.float32]:
-        everywhere = Stream(stream.purpose, stream.table, stream.step)
+    def _draw(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> NDArray[np.float32]:
+        everywhere = Stream(stream.purpose, stream.table, step)
         k0, k1, k2 = np.frombuffer(self._key.bytes_for(everywhere, 24), dtype="<u8")
         cell_RD = mix(mix(row_R ^ k0)[:, None] + mix(column_D ^ k1)) ^ k2
         radius = np.sqrt(-2.0 * np.log(1.0 - unit(mix(cell_RD))))

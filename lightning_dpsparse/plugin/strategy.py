@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
+from tqdm import tqdm
 from typing_extensions import override
 
 from lightning_dpsparse.plan import PrivacyPlan
@@ -77,6 +78,7 @@ class DPSparseStrategy(DDPStrategy):
         self.max_physical_batch = max_physical_batch
         self._run: PrivateRun | None = None
         self._carried: dict[str, Any] | None = None
+        self._shown: tuple[float, int] | None = None
         self.placement = placement or Placement()
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
         self.uneven_loaders = uneven_loaders
@@ -110,6 +112,8 @@ class DPSparseStrategy(DDPStrategy):
         refusals.check_layers(module, sync_batchnorm=self._layer_sync is not None)
         check_wrappers(module)
         self.precision_plugin.convert_module(module)
+        mechanism = None if self.privacy is None else self.privacy.mechanism
+        self.fused_optimizer.check(self.root_device, mechanism)
         if shards.sharded_collections(module):  # fit, test, fit again
             fused.check_kernels(module, self.fused_optimizer)
         else:
@@ -123,6 +127,7 @@ class DPSparseStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             # The run first: configure_optimizers may ask how long training is and so load data.
             self._run = None if self.privacy is None else PrivateRun(self.privacy, trainer)
+            self._shown = None
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -188,20 +193,25 @@ class DPSparseStrategy(DDPStrategy):
         most = self.max_physical_batch
         parts = [batch] if most is None else split_batch(batch, most, self.root_device)
         for part in parts[:-1]:
-            with private.capture():
+            with private.capture(is_whole=False):
                 output = super().training_step(part, *rest, **kwargs)
             private.add_part(refusals.one_loss_per_example(refusals.loss_of(output)))
-        with private.capture():
+        with private.capture(is_whole=len(parts) == 1):
             output = super().training_step(parts[-1], *rest, **kwargs)
         refusals.loss_of(output)
         return output  # the last part goes the ordinary way, through `backward`
 
     def _show_epsilon(self) -> None:
-        """In the progress bar and in every logger: an upper bound, this step included."""
+        """In the progress bar and in every logger: an upper bound, this step included.
+
+        Lightning keeps a value until the epoch ends, and takes a millisecond to note one: it is
+        told again only when something changed.
+        """
         assert self._run is not None
-        epsilon = self._run.budget.epsilon
-        if math.isfinite(epsilon):
-            self.module.log("epsilon", epsilon, prog_bar=True, batch_size=1)
+        now = (self._run.budget.epsilon, self.module.current_epoch)
+        if now != self._shown and math.isfinite(now[0]):
+            self.module.log("epsilon", now[0], prog_bar=True, batch_size=1)
+            self._shown = now
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +258,20 @@ class DPSparseStrategy(DDPStrategy):
         return loss.sum() / build.global_count(loss.numel(), loss.device)
 
     # ---- checkpoints ----------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The one point that every checkpoint passes: noise that was put off lands before it."""
+        self._pay_all()
+        return super().lightning_module_state_dict()
+
+    def _pay_all(self) -> None:
+        if self._run is not None and self._run.steps is not None:
+            self._run.steps.pay_all(self._payment_bar if self.is_global_zero else None)
+
+    @staticmethod
+    def _payment_bar(work: Sequence[Any]) -> Iterable[Any]:
+        return tqdm(work, "Noise for all rows", delay=1.0, leave=False, unit="chunk")
 
     @property
     @override
@@ -305,6 +329,7 @@ class DPSparseStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         if self._run is None:
             return
+        self._pay_all()
         self._run.settle()
         trainer = self.module.trainer
         saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
@@ -318,6 +343,11 @@ class DPSparseStrategy(DDPStrategy):
         super().on_exception(exception)
         if self._run is not None:
             self._run.settle()
+            try:
+                self._pay_all()
+            except BaseException:  # the tables remember, and pay before they are used again
+                self._run.close()
+                raise
 
     @override
     def teardown(self) -> None:

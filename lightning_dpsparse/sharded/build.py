@@ -39,7 +39,6 @@ def shard_tables(
     text.
     """
     check_tables(module)
-    optimizer.check(device)
     sharder = FusedSharder(fused_params=optimizer.fused_params())
     plan = make_plan(module, placement, sharder, device, local_world_size)
     check_plan(module, plan)

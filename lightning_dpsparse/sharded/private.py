@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import RunPlan
+from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
 from lightning_dpsparse.sharded.seam import ShardedTables, all_reads
 from lightning_dpsparse.sharded.shards import sharded_collections, tables_hidden
 
@@ -47,17 +49,22 @@ class PrivateSteps:
             diagnose,
         )
         self._noise = plan.make_source(key)
+        for collection in self._collections:
+            pay_all(list(collection.debts.values()))  # what a run that was interrupted left
+            collection.debts.clear()
+            if isinstance(plan.mechanism, LazyDP):
+                collection.defer_noise(plan.mechanism, self._noise)
         self._sums: Clipped | None = None
         self._counts: Tensor | None = None
         self._flat = self._dense.new_flat()
         self._step = 0
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Around the forward pass of a step."""
+    def capture(self, *, is_whole: bool = True) -> Iterator[None]:
+        """Around the forward pass of a step, or of a part of it."""
         self._forget()
         for collection in self._collections:
-            collection.is_cut = True
+            collection.is_cut, collection.is_whole = True, is_whole
         try:
             with self._dense:
                 yield
@@ -78,6 +85,8 @@ class PrivateSteps:
         """The last part of the batch, then noise and the update of all."""
         self._clip(loss_n)
         assert self._sums is not None
+        for debts in self._debts():
+            debts.owe_for(self._step, self._recipe.noise_stddev)
         release(
             self._sums,
             all_reads(self._collections),
@@ -90,6 +99,13 @@ class PrivateSteps:
         self._counts = self._count_rows() if self._recipe.diagnose else None
         self._sums = None
         self._forget()
+
+    def pay_all(self, progress: Progress | None = None) -> None:
+        """Noise that was put off lands now. Local work: ranks need not wait for each other."""
+        pay_all(self._debts(), progress)
+
+    def _debts(self) -> list[KernelDebts]:
+        return [debts for collection in self._collections for debts in collection.debts.values()]
 
     def start(self, step: int, unit_sizes: Sequence[int] | None = None) -> None:
         """Before the first part of a batch: whatever an interrupted step left is void.

@@ -19,8 +19,11 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup, Stack
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Stack
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.mechanisms.lazydp import LazyDP
+from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
 from lightning_dpsparse.sharded.update import apply_to_rows
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all, E width of a kernel
@@ -32,8 +35,8 @@ class TablePiece:
 
     name: str
     """Path of the table's weight in the module."""
-    first_row: int
-    first_column: int
+    corner: tuple[int, int]
+    """Its first row and column."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,8 @@ class KernelRead:
 
     kernel: Any
     pieces: tuple[TablePiece, ...]
-    layout: Layout
-    ids_L: Tensor
-    offsets: Tensor
-    weights_L: Tensor | None
+    bags: Bags
+    debts: KernelDebts | None
     leaf_BE: Tensor
     order_B: Tensor | None
     """Example of each bag column, numbered rank by rank; None if that is their order."""
@@ -58,21 +59,30 @@ class KernelRead:
 
     @property
     def corners(self) -> list[tuple[int, int]]:
-        return [(piece.first_row, piece.first_column) for piece in self.pieces]
+        return [piece.corner for piece in self.pieces]
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        return self.layout.stacks
+        return self.bags.layout.stacks
 
-    def apply(self, gradients: list[RowGradient]) -> None:
-        apply_to_rows(self.kernel, self.layout, gradients, self.steps_before)
+    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+        apply_to_rows(
+            self.kernel,
+            self.bags.layout,
+            gradients,
+            self.steps_before,
+            decay_later=decay_later,
+            also_add=self.debts.bills if self.debts else None,
+        )
+        if self.debts:
+            self.debts.note_bills_paid()
 
     def lookup(self) -> Lookup:
         """The read with its gradient, after the backward pass."""
         gradient_BE = self.leaf_BE.grad
         if gradient_BE is None:  # no example's loss depends on these tables
             gradient_BE = torch.zeros_like(self.leaf_BE)
-        return Lookup(self.layout, self.ids_L, self.offsets, gradient_BE, self.weights_L)
+        return Lookup(self.bags, gradient_BE)
 
 
 class ShardedTables(ShardedEmbeddingBagCollection):
@@ -89,12 +99,37 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def _create_lookups(self) -> None:
         super()._create_lookups()
         self.is_cut = False
+        self.is_whole = True
+        """Whether the step's only part is being read."""
         self.reads: list[KernelRead] = []
         self.padded_size = 0
+        self.debts: dict[Any, KernelDebts] = {}
+        """What rows of each kernel owe, where noise is deferred."""
         self._steps_before = [0] * len(self._lookups)
+        self._bags: dict[Any, Bags] = {}
         for index, lookup in enumerate(self._lookups):
             for kernel in lookup._emb_modules:
+                kernel.register_forward_pre_hook(self._before(kernel))
                 kernel.register_forward_hook(self._seam(index, kernel))
+        self.register_state_dict_pre_hook(lambda *_: pay_all(list(self.debts.values())))
+
+    def defer_noise(self, mechanism: LazyDP, noise: NoiseSource) -> None:
+        """From now on rows owe noise."""
+        for lookup in self._lookups:
+            for kernel in lookup._emb_modules:
+                pieces = self._pieces(kernel)
+                self.debts[kernel] = KernelDebts(
+                    kernel,
+                    kernel_layout(kernel),
+                    [piece.name for piece in pieces],
+                    [piece.corner for piece in pieces],
+                    mechanism,
+                    noise,
+                )
+
+    @property
+    def _is_private_read(self) -> bool:
+        return self.is_cut and self.training and torch.is_grad_enabled()
 
     def start_step(self) -> None:
         """Before the first forward pass of a private step."""
@@ -109,7 +144,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         Gloo cannot gather pieces of unequal size in row-wise tables' backward pass. Padding
         examples have empty bags, and their rows are cut off again.
         """
-        if not (self.is_cut and self.training and torch.is_grad_enabled()):
+        if not self._is_private_read:
             return super().forward(features)
         size = features.stride()
         self.padded_size = _largest(size, features.device())
@@ -123,13 +158,36 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         with torch._C.DisableTorchFunction():
             return super().forward(features)
 
+    def _before(self, kernel: Any) -> Any:
+        """Look at the ids before they are read: their rows may owe noise."""
+        layout = kernel_layout(kernel)
+
+        def hook(module: nn.Module, args: tuple[KeyedJaggedTensor]) -> None:
+            debts = self.debts.get(kernel)
+            if debts is None and not self._is_private_read:
+                return
+            features = args[0]
+            weights_L = features.weights_or_none() if self._is_weighted else None
+            bags = Bags(layout, features.values().long(), features.offsets().long(), weights_L)
+            if debts is not None:
+                debts.pay_bills()  # of a step that was broken off, or of this one's first read
+                if not self._is_on_credit(debts):
+                    debts.pay_before_reading(bags, only_owing=not self._is_private_read)
+            if self._is_private_read:
+                self._bags[kernel] = bags
+
+        return hook
+
+    def _is_on_credit(self, debts: KernelDebts) -> bool:
+        return self._is_private_read and self.is_whole and debts.gives_credit
+
     def _seam(self, index: int, kernel: Any) -> Any:
-        pieces, layout = self._pieces(kernel), kernel_layout(kernel)
+        pieces = self._pieces(kernel)
 
         def hook(
             module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
         ) -> Tensor | None:
-            if not (self.is_cut and self.training and torch.is_grad_enabled()):
+            if not self._is_private_read:
                 return None
             if any(read.kernel is kernel for read in self.reads):
                 raise ValueError(
@@ -137,17 +195,17 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     "step, found a second call: an example's norm would miss what the two share. "
                     "Read all features in one call."
                 )
-            leaf_BE = output.detach().requires_grad_()
-            # Read after the forward pass, from the kernel: it may have rewritten ids in place.
-            tbe = kernel.emb_module
+            bags, debts = self._bags.pop(kernel), self.debts.get(kernel)
+            output = output.detach()
+            if debts is not None and self._is_on_credit(debts):
+                debts.read_on_credit(bags, output)
+            leaf_BE = output.requires_grad_()
             self.reads.append(
                 KernelRead(
                     kernel=kernel,
                     pieces=pieces,
-                    layout=layout,
-                    ids_L=tbe._indices,
-                    offsets=tbe._offsets,
-                    weights_L=args[0].weights_or_none() if self._is_weighted else None,
+                    bags=bags,
+                    debts=debts,
                     leaf_BE=leaf_BE,
                     order_B=self._order(index, output.device),
                     steps_before=self._steps_before[index],
@@ -161,7 +219,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return tuple(
             TablePiece(
                 f"{self._module_fqn}.embedding_bags.{table.name}.weight",
-                *(table.local_metadata.shard_offsets if table.local_metadata else (0, 0)),
+                _corner(table),
             )
             for table in kernel.config.embedding_tables
         )
@@ -178,6 +236,13 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             return None
         first = torch.tensor(ranks, device=device)[:, None] * self.padded_size
         return (first + torch.arange(self.padded_size, device=device)).flatten()
+
+
+def _corner(table: Any) -> tuple[int, int]:
+    if table.local_metadata is None:
+        return 0, 0
+    first_row, first_column = table.local_metadata.shard_offsets
+    return first_row, first_column
 
 
 def kernel_layout(kernel: Any) -> Layout:

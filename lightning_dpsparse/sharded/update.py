@@ -11,15 +11,25 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Layout, Stack
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.rows import RowGradient, add_to_rows
 
 # F features, K most rows of one table, E width of all features
 
 
 def apply_to_rows(
-    kernel: Any, layout: Layout, gradients: list[RowGradient], steps_before: int
+    kernel: Any,
+    layout: Layout,
+    gradients: list[RowGradient],
+    steps_before: int,
+    *,
+    decay_later: bool = False,
+    also_add: list[Tensor] | None = None,
 ) -> None:
     """Update the given rows of each stack of the kernel's tables, once.
+
+    With `decay_later` the rows still owe this step's weight decay. `also_add` goes to the same rows
+    in the same write, as it is.
+
 
     FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
     lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
@@ -31,7 +41,7 @@ def apply_to_rows(
         return
     tbe = kernel.emb_module
     if tbe.optimizer is EmbOptimType.EXACT_SGD:
-        _descend(kernel, layout.stacks, gradients)
+        _descend(tbe, layout.stacks, gradients, decay_later=decay_later, also_add=also_add)
         return
     assert len(gradients) == len(layout.widths)  # optimizers with state: every table by itself
     first = gradients[0]
@@ -57,24 +67,45 @@ def apply_to_rows(
 
 
 @torch.no_grad()
-def _descend(kernel: Any, stacks: Sequence[Stack], gradients: list[RowGradient]) -> None:
-    """SGD has no state: w -= lr g on the rows themselves, at half the price of a lookup of bags."""
-    learning_rate = kernel.emb_module.get_learning_rate()
-    for stack, gradient in zip(stacks, gradients):
+def _descend(
+    tbe: Any,
+    stacks: Sequence[Stack],
+    gradients: list[RowGradient],
+    *,
+    decay_later: bool,
+    also_add: list[Tensor] | None,
+) -> None:
+    """SGD has no state: w <- (1 - lr decay) w - lr g on the rows themselves.
+
+    At half the price of a lookup of bags, and with a weight decay that FBGEMM's SGD has not. Rows
+    that decay later are given g / (1 - lr decay): it will shrink with them.
+    """
+    learning_rate, keep = tbe.get_learning_rate(), 1.0 - sgd_shrinks_by(tbe)
+    scale = -learning_rate / keep if decay_later else -learning_rate
+    for i, (stack, gradient) in enumerate(zip(stacks, gradients)):
         count = gradient.rows_U.numel()
         if count == 0:
             continue
-        weight = _matrix(kernel.emb_module, stack)
+        weight = matrix_of(tbe, stack)
         if gradient.first_row is not None:
             run = weight[gradient.first_row : gradient.first_row + count]
+            if keep != 1.0:
+                run.mul_(keep)
             run.add_(gradient.values_UD, alpha=-learning_rate)
         else:
-            # With an index that repeats along rows this is PyTorch's quickest way to add to rows.
-            index_UD = gradient.rows_U[:, None].expand_as(gradient.values_UD)
-            weight.scatter_add_(0, index_UD, gradient.values_UD * -learning_rate)
+            assert decay_later or keep == 1.0  # rows left out would not decay
+            step_UD = gradient.values_UD.mul_(scale)  # nobody needs them any more
+            if also_add is not None:
+                step_UD += also_add[i]
+            add_to_rows(weight, gradient.rows_U, step_UD)
 
 
-def _matrix(tbe: Any, stack: Stack) -> Tensor:
+def sgd_shrinks_by(tbe: Any) -> float:
+    """Learning rate x weight decay, as of now."""
+    return float(tbe.get_learning_rate() * tbe.optimizer_args.weight_decay)
+
+
+def matrix_of(tbe: Any, stack: Stack) -> Tensor:
     """The stack's tables as one matrix: FBGEMM lays a kernel's tables end to end."""
     first, width = stack.tables.start, tbe.dims[stack.tables.start]
     at = [tbe.weights_physical_offsets[table] for table in stack.tables]

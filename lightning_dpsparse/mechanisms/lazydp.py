@@ -1,0 +1,138 @@
+"""LazyDP: DP-SGD whose noise waits until a row is read (Lim et al. 2024, arXiv:2404.08847)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.deferred import Clock
+from lightning_dpsparse.engine.draws import StackNoise
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism
+from lightning_dpsparse.engine.rows import RowGradient, add_to_rows, weighted_runs
+
+# R rows of a stack, U rows that pay, K pairs of a row and a step that it owes, D width
+
+
+@dataclass(frozen=True)
+class LazyDP(Mechanism):
+    """DP-SGD's released model, at the price of the rows that are read.
+
+    A row pays what it owes before it is read, in training and in evaluation, and all rows pay
+    before anything leaves: what can be seen has the distribution that DP-SGD gives it. SGD only.
+    """
+
+    aggregate: bool = True
+    """Draw what a row owes at once. Otherwise step by step: as slow as it sounds, and with
+    noise_source=row_keyed the very draws of DP-SGD. For study."""
+
+    chunk_rows: int = 1 << 14
+    """Rows that pay at a time when all do."""
+
+    is_private: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
+    reaches_all_rows: ClassVar[bool] = True
+    threat_model: ClassVar[str] = (
+        "The adversary sees what is released (checkpoints, the final model, evaluations) and knows "
+        "all other data. Not covered: one who watches the memory of the running job, where rows "
+        "still owe noise."
+    )
+
+    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
+        if clipped.rows_U.numel():
+            yield clipped
+
+
+@dataclass(frozen=True)
+class Bill:
+    """theta <- decay * theta + noise on some rows, and they owe nothing through a step."""
+
+    rows_U: Tensor
+    noise_UD: Tensor
+    decay_U: Tensor | None
+    through: int
+
+
+class Debts:
+    """What the rows of one stack of tables owe. Secret, as are the weights until all is paid.
+
+    Guarantees: a row pays for every step exactly once. An interruption can at worst make a row
+    that was about to be read pay twice, never less than it owes.
+    """
+
+    def __init__(
+        self, mechanism: LazyDP, weight_RD: Tensor, noise: StackNoise, clock: Clock
+    ) -> None:
+        self._mechanism, self._weight_RD, self._noise = mechanism, weight_RD, noise
+        self._clock = clock
+        self._paid_through_R = torch.zeros(
+            len(weight_RD), dtype=torch.int32, device=weight_RD.device
+        )
+        self._payments = 0
+
+    def bill(self, rows_U: Tensor) -> Bill:
+        """What these rows owe: each listed once, in increasing order. It must be paid as drawn."""
+        since_U = self._paid_through_R.index_select(0, rows_U)
+        owed_UD = self._draw(rows_U, since_U, self._next_part())
+        return Bill(rows_U, owed_UD, self._clock.decay(since_U), self._clock.now)
+
+    def pay(self, bill: Bill) -> None:
+        if bill.decay_U is None:
+            add_to_rows(self._weight_RD, bill.rows_U, bill.noise_UD)
+        else:
+            old_UD = self._weight_RD.index_select(0, bill.rows_U)
+            new_UD = old_UD.mul_(bill.decay_U.float()[:, None]).add_(bill.noise_UD)
+            self._weight_RD.index_copy_(0, bill.rows_U, new_UD)
+        self.note(bill)
+
+    def note(self, bill: Bill) -> None:
+        """It was paid."""
+        self._paid_through_R.index_fill_(0, bill.rows_U, bill.through)
+
+    def owing(self, rows_U: Tensor) -> Tensor:
+        """Those of the rows that owe anything."""
+        return rows_U[self._paid_through_R.index_select(0, rows_U) < self._clock.now]
+
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Pieces of work that `pay_chunk` does, in any order: first row, end, name."""
+        for start in range(0, len(self._weight_RD), self._mechanism.chunk_rows):
+            stop = min(start + self._mechanism.chunk_rows, len(self._weight_RD))
+            yield start, stop, self._next_part()
+
+    def pay_chunk(self, start: int, stop: int, part: int) -> None:
+        """All rows from `start` to `stop` pay. Nothing is written before all is drawn."""
+        since_U = self._paid_through_R[start:stop]
+        if bool((since_U == self._clock.now).all()):
+            return
+        rows_U = torch.arange(start, stop, device=since_U.device)
+        owed_UD = self._draw(rows_U, since_U, part)
+        decay_U = self._clock.decay(since_U)
+        weight_UD = self._weight_RD[start:stop]
+        if decay_U is not None:
+            weight_UD.mul_(decay_U.float()[:, None])
+        weight_UD.add_(owed_UD)
+        since_U.fill_(self._clock.now)
+
+    def _draw(self, rows_U: Tensor, since_U: Tensor, part: int) -> Tensor:
+        """The noise that each row owes, by now."""
+        clock, width = self._clock, self._weight_RD.shape[1]
+        if self._mechanism.aggregate:
+            owed_UD = self._weight_RD.new_empty(len(rows_U), width)
+            self._noise.fill_(owed_UD, "owed", clock.last_step, rows_U, part=part)
+            return owed_UD.mul_(clock.stddev(since_U).to(owed_UD.dtype)[:, None])
+        position_K, step_K, coefficient_K = clock.steps_since(since_U)
+        drawn_KD = self._weight_RD.new_empty(len(position_K), width)
+        self._noise.fill_(
+            drawn_KD, "gradient", clock.last_step, rows_U[position_K], part=part, steps_U=step_K
+        )
+        count_U = clock.now - since_U.long()
+        start_U = count_U.cumsum(0) - count_U
+        index_K = torch.arange(len(position_K), device=rows_U.device)
+        return weighted_runs(drawn_KD, index_K, start_U, coefficient_K.to(drawn_KD.dtype))
+
+    def _next_part(self) -> int:
+        self._payments += 1
+        return self._payments
