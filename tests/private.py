@@ -41,7 +41,7 @@ class Batches:
     """A loader of given batches: step s has sizes[s][rank] examples on each rank."""
 
     def __init__(self, sizes: list[list[int]], rank: int | None, weighted: bool = False) -> None:
-        self.batches, start, examples = [], 0, Bags(100)
+        self.batches, start, examples = [], 0, Bags(300)
         put_together = collate_weighted if weighted else collate
         for step in sizes:
             parts = [step[rank]] if rank is not None else step

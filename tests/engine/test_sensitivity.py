@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
@@ -47,9 +47,9 @@ class FakeRead:
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         weights = 0.5 + (ids % 2).double() if self.weighted else None
         assert self.leaf_BE.grad is not None
-        return Lookup(LAYOUT, ids, offsets, self.leaf_BE.grad, weights)
+        return Lookup(Bags(LAYOUT, ids, offsets, weights), self.leaf_BE.grad)
 
-    def apply(self, gradients: list[RowGradient]) -> None:
+    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
         for gradient, rows, width in zip(gradients, LAYOUT.num_rows, LAYOUT.widths):
             dense = torch.zeros(rows, width, dtype=torch.float64)
             dense[gradient.rows_U] = gradient.values_UD

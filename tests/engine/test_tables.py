@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
 
@@ -40,18 +40,18 @@ def make(layout: Layout, most: int, *, weighted: bool, mean: bool, seed: int = 0
     ids = (torch.rand(limit.numel(), generator=generator) * limit).long()
     width = sum(layout.widths[t] for t in layout.table_of_feature)
     weights = torch.rand(ids.numel(), generator=generator, dtype=torch.float64) + 0.5
-    return Lookup(
+    bags = Bags(
         replace(layout, is_mean=mean),
         ids,
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        torch.randn(B, width, generator=generator, dtype=torch.float64),
         weights if weighted else None,
     )
+    return Lookup(bags, torch.randn(B, width, generator=generator, dtype=torch.float64))
 
 
 def example_gradients(lookup: Lookup, row_mask: Tensor | None) -> list[list[Tensor]]:
     """d <output_b, G_b> / d table for every example, by autograd through a plain loop."""
-    layout, offsets = lookup.layout, lookup.offsets.tolist()
+    layout, offsets = lookup.layout, lookup.bags.offsets.tolist()
     result = []
     for b in range(lookup.num_examples):
         tables = [
@@ -61,9 +61,9 @@ def example_gradients(lookup: Lookup, row_mask: Tensor | None) -> list[list[Tens
         loss = torch.zeros((), dtype=torch.float64)
         for f, t in enumerate(layout.table_of_feature):
             bag = slice(offsets[f * B + b], offsets[f * B + b + 1])
-            rows = tables[t][lookup.ids_L[bag]]
-            if lookup.weights_L is not None:
-                rows = rows * lookup.weights_L[bag, None]
+            rows = tables[t][lookup.bags.ids_L[bag]]
+            if lookup.bags.weights_L is not None:
+                rows = rows * lookup.bags.weights_L[bag, None]
             pooled = rows.sum(0) / (max(1, len(rows)) if layout.is_mean else 1)
             loss = loss + (pooled * lookup.gradient_BE[b, layout.columns[f]]).sum()
         gradients = list(torch.autograd.grad(loss, tables, allow_unused=True))
@@ -137,19 +137,16 @@ def test_stacks_are_neighbours_of_one_width() -> None:
 def test_repeated_ids_add_before_they_are_squared() -> None:
     layout = Layout((0,), (4,), (5,))
     gradient = torch.tensor([[0.6, 0.8, 0.0, 0.0]])
-    lookup = Lookup(layout, torch.tensor([2, 2, 2]), torch.tensor([0, 3]), gradient)
+    lookup = Lookup(Bags(layout, torch.tensor([2, 2, 2]), torch.tensor([0, 3])), gradient)
     assert square_norms(lookup).item() == pytest.approx(9.0)
 
 
 def test_features_that_share_a_row_add_before_they_are_squared() -> None:
     layout = Layout((0, 0), (1,), (5,))
-    lookup = Lookup(
-        layout, torch.tensor([2, 2]), torch.tensor([0, 1, 2]), torch.tensor([[3.0, 4.0]])
-    )
+    offsets, gradient = torch.tensor([0, 1, 2]), torch.tensor([[3.0, 4.0]])
+    lookup = Lookup(Bags(layout, torch.tensor([2, 2]), offsets), gradient)
     assert square_norms(lookup).item() == pytest.approx(49.0)
-    apart = Lookup(
-        layout, torch.tensor([2, 1]), torch.tensor([0, 1, 2]), torch.tensor([[3.0, 4.0]])
-    )
+    apart = Lookup(Bags(layout, torch.tensor([2, 1]), offsets), gradient)
     assert square_norms(apart).item() == pytest.approx(25.0)
 
 
@@ -159,7 +156,7 @@ def test_rows_that_were_read_are_listed_though_their_sum_is_zero(name: str) -> N
     zeros_KB = torch.zeros(1, B, dtype=torch.float64)
     found = clipped_row_gradients(lookup, zeros_KB, [0] * len(lookup.layout.widths))
     listed = torch.cat([g.rows_U + s.first_row for g, s in zip(found, lookup.layout.stacks)])
-    assert torch.equal(listed, lookup.row_L.unique())
+    assert torch.equal(listed, lookup.bags.row_L.unique())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -167,12 +164,9 @@ def test_rows_that_were_read_are_listed_though_their_sum_is_zero(name: str) -> N
 def test_empty_batches_and_empty_bags_give_nothing(name: str, examples: int) -> None:
     layout = LAYOUTS[name]
     width = sum(layout.widths[t] for t in layout.table_of_feature)
-    bags = len(layout.table_of_feature) * examples
+    offsets = torch.zeros(len(layout.table_of_feature) * examples + 1, dtype=torch.int64)
     lookup = Lookup(
-        layout,
-        torch.zeros(0, dtype=torch.int64),
-        torch.zeros(bags + 1, dtype=torch.int64),
-        torch.ones(examples, width),
+        Bags(layout, torch.zeros(0, dtype=torch.int64), offsets), torch.ones(examples, width)
     )
     assert square_norms(lookup).tolist() == [0.0] * examples
     found = clipped_row_gradients(lookup, torch.ones(1, examples), [0] * len(layout.widths))

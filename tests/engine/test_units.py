@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.lookups import Layout, Lookup
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
@@ -63,7 +63,8 @@ def test_norms_of_users_on_tables_match_autograd(
 
 def test_examples_of_a_user_meet_on_a_row_before_they_are_squared() -> None:
     gradient = torch.tensor([[0.6, 0.8], [0.6, 0.8], [0.6, 0.8]])
-    lookup = Lookup(Layout((0,), (2,), (5,)), torch.tensor([2, 2, 2]), torch.arange(4), gradient)
+    bags = Bags(Layout((0,), (2,), (5,)), torch.tensor([2, 2, 2]), torch.arange(4))
+    lookup = Lookup(bags, gradient)
     assert square_norms(lookup).tolist() == pytest.approx([1.0, 1.0, 1.0])
     found = square_norms(lookup, leader_B=torch.tensor([0, 1, 1]))
     assert found.tolist() == pytest.approx([1.0, 4.0, 0.0])

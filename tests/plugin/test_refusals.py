@@ -23,6 +23,7 @@ from lightning_dpsparse import (
     EANA,
     DPSparseStrategy,
     FusedOptimizer,
+    LazyDP,
     Placement,
     PrivacyPlan,
     TablePlacement,
@@ -204,6 +205,24 @@ def test_weight_decay_that_the_kernel_ignores_is_refused(one_rank: Ranks, kind: 
 def test_weight_decay_on_cpu_is_refused(one_rank: Ranks) -> None:
     fused = FusedOptimizer(kind="rowwise_adagrad", weight_decay=0.1)
     refused(one_rank, "applies it only to tables that several features share", fused=fused)
+
+
+NOT_PRIVATE = PrivacyPlan(mechanism=EANA(), noise_multiplier=1.0)
+
+
+def test_weight_decay_of_rows_that_are_left_out_is_refused(one_rank: Ranks) -> None:
+    fused = FusedOptimizer(kind="sgd", weight_decay=0.1)
+    refused(one_rank, "only rows that were read would decay", fused=fused, privacy=NOT_PRIVATE)
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad"])
+def test_lazydp_needs_an_optimizer_without_memory(one_rank: Ranks, kind: Any) -> None:
+    refused(
+        one_rank,
+        f"found '{kind}': its steps depend on past noise.*Use sgd .*, or DPSGD",
+        fused=FusedOptimizer(kind=kind),
+        privacy=PrivacyPlan(mechanism=LazyDP(), noise_multiplier=1.0),
+    )
 
 
 def fit_twice() -> None:

@@ -1,0 +1,199 @@
+"""All that is owed is paid before anything leaves: files, exports, the end, however it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_dpsparse import DPSGD, LazyDP, Placement
+from lightning_dpsparse.mechanisms import lazydp
+from lightning_dpsparse.sharded.checkpoint import consolidate
+from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
+from tests.private import Batches, plan
+from tests.ranks import Ranks
+from tests.small import Recording, assemble, make_trainer, snapshot
+
+SIZES = [[2, 1], [0, 0], [1, 0], [0, 2], [0, 0]] * 2
+EAGER, LAZY = DPSGD(chunk_rows=16), LazyDP(aggregate=False, chunk_rows=16)
+
+
+class Breaking(Recording):
+    """Fails in one step."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__(lr=0.05, schedule="cosine")
+        self.fail_at = fail_at
+
+    def on_train_start(self) -> None:
+        """Nothing: asking for the state would make all pay."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == self.fail_at:
+            raise ArithmeticError("this step fails")
+        return loss
+
+
+def fit(
+    world: int, placement: Placement, mechanism: Any, module: Breaking | None = None, **trainer: Any
+) -> Any:
+    """Runs inside a rank: replayed noise."""
+    torch.manual_seed(0)
+    resume = trainer.pop("resume", None)
+    module = module or Breaking()
+    maker = make_trainer(
+        world,
+        placement,
+        SGD,
+        privacy=plan(noise=2.0, mechanism=mechanism, noise_source="row_keyed"),
+        **trainer,
+    )
+    rank = torch.distributed.get_rank() if world > 1 else None
+    maker.fit(module, Batches(SIZES, rank), ckpt_path=resume)
+    return snapshot(module)
+
+
+def fit_and_save(world: int, placement: Placement, mechanism: Any, folder: Path, **kw: Any) -> Any:
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
+    return fit(
+        world,
+        placement,
+        mechanism,
+        callbacks=[saver],
+        enable_checkpointing=True,
+        default_root_dir=str(folder),
+        **kw,
+    )
+
+
+@pytest.mark.parametrize("name", ["row_wise", "column_wise"])
+def test_a_checkpoint_on_disk_is_fully_paid(two_ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """Read from the files, by a process that took no part in training."""
+    for kind, mechanism in (("eager", EAGER), ("lazy", LAZY)):
+        two_ranks.run(fit_and_save, 2, PLACEMENTS[name], mechanism, tmp_path / kind)
+    for step in (5, 10):
+        eager, lazy = (
+            consolidate(tmp_path / kind / f"step={step}.ckpt")["state_dict"]
+            for kind in ("eager", "lazy")
+        )
+        assert sum("embedding_bags" in key for key in eager) == 4
+        assert_close(lazy, eager, 1e-6)
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_placement(
+    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    expected = one_rank.run(fit, 1, Placement(), EAGER, max_epochs=2)
+    two_ranks.run(fit_and_save, 2, PLACEMENTS["row_wise"], LAZY, tmp_path)
+    found = one_rank.run(
+        fit,
+        1,
+        Placement(),
+        LAZY,
+        max_epochs=2,
+        resume=tmp_path / "step=10.ckpt",
+        default_root_dir=str(tmp_path),
+    )
+    assert_close(assemble(found), assemble(expected), 1e-6)
+
+
+def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool) -> Any:
+    """A fit that fails in its seventh step, then perhaps another fit of the same module."""
+    module = Breaking(fail_at=6)
+    pay_chunk = lazydp.Debts.pay_chunk
+    if unpaid:  # as if the process had had no time to pay
+        lazydp.Debts.pay_chunk = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore
+    try:
+        with pytest.raises((ArithmeticError, MemoryError)):
+            fit(1, Placement(), mechanism, module)
+    finally:
+        lazydp.Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
+    if go_on:
+        module.fail_at = None
+        fit(1, Placement(), mechanism, module)
+    return snapshot(module)
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+def test_a_run_that_failed_has_paid(one_rank: Ranks, go_on: bool) -> None:
+    eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=go_on)
+    lazy = one_rank.run(broken_off, LAZY, unpaid=False, go_on=go_on)
+    assert_close(assemble(lazy), assemble(eager), 1e-6)
+
+
+def test_debts_of_a_run_that_could_not_pay_are_not_forgotten(one_rank: Ranks) -> None:
+    eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=True)
+    lazy = one_rank.run(broken_off, LAZY, unpaid=True, go_on=True)
+    assert_close(assemble(lazy), assemble(eager), 1e-6)
+
+
+class Interrupting(Callback):
+    """Asks for all payments at the end, and stops them half-way, twice."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        def until_the_fourth(work: Sequence[Any]) -> Iterator[Any]:
+            yield from work[:3]
+            raise KeyboardInterrupt
+
+        steps = trainer.strategy.private_run.steps
+        with pytest.raises(KeyboardInterrupt):
+            steps.pay_all(until_the_fourth)
+        pay_chunk, calls = lazydp.Debts.pay_chunk, iter(range(100))
+
+        def failing(self: Any, *chunk: int) -> None:
+            if next(calls) == 4:
+                raise MemoryError
+            pay_chunk(self, *chunk)
+
+        lazydp.Debts.pay_chunk = failing  # type: ignore[method-assign]
+        try:
+            with pytest.raises(MemoryError):
+                module.state_dict()
+        finally:
+            lazydp.Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
+
+
+def interrupted() -> Any:
+    return fit(1, Placement(), LAZY, callbacks=[Interrupting()])
+
+
+def test_an_interrupted_payment_goes_on_and_nobody_pays_twice(one_rank: Ranks) -> None:
+    [eager] = one_rank.run(fit, 1, Placement(), EAGER)
+    [lazy] = one_rank.run(interrupted)
+    assert_close(assemble([lazy]), assemble([eager]), 1e-6)
+
+
+class Bar:
+    """Counts what a progress bar would show."""
+
+    def __init__(self) -> None:
+        self.shown = 0
+
+    def __call__(self, work: Sequence[Any]) -> Iterable[Any]:
+        for piece in work:
+            self.shown += 1
+            yield piece
+
+
+class Watching(Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        steps, first, second = trainer.strategy.private_run.steps, Bar(), Bar()
+        steps.pay_all(first)
+        steps.pay_all(second)
+        module.shown = (first.shown, second.shown)
+
+
+def shown_chunks() -> tuple[int, int]:
+    module = Breaking()
+    fit(1, Placement(), LAZY, module, callbacks=[Watching()])
+    return module.shown  # type: ignore[return-value]
+
+
+def test_payment_shows_its_chunks_and_is_not_done_twice(one_rank: Ranks) -> None:
+    """Tables of 40, 30, 21 and 40 rows; the last two are one stack: 3 + 2 + 4 chunks of 16."""
+    assert one_rank.run(shown_chunks) == [(9, 0)]
