@@ -4,6 +4,7 @@ bare      a TorchRec loop without Lightning: sharded DLRM, fused SGD
 torchrec  the same model through Trainer and DPSparseStrategy(privacy=None)
 clip      private without noise: clipping alone
 eana      clipping, and noise on the rows that were read (not private)
+lazydp    clipping, and noise on rows before they are read
 dpsgd     clipping, and noise on every row
 """
 
@@ -13,15 +14,17 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from torch import Generator, Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -39,26 +42,34 @@ from benchmarks.harness import (
     print_table,
     write_json_lines,
 )
-from lightning_dpsparse import DPSGD, EANA, DPSparseStrategy, FusedOptimizer, PrivacyPlan
+from lightning_dpsparse import DPSGD, EANA, DPSparseStrategy, FusedOptimizer, LazyDP, PrivacyPlan
+from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.recipe import quiet
 from lightning_dpsparse.sharded.shards import tables_on_meta
 
-NUM_TABLES, NUM_COUNTS = 26, 13
+NUM_COUNTS = 13
 LEARNING_RATE = 0.05
+HOT_ACCESSES = 0.9
+_STRIDE = 6_180_341  # a prime: multiples of it visit every row once
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The DLRM of the speed targets: 26 tables, one uniform id per feature."""
+    """The DLRM of the speed targets: 26 tables, one uniform id per feature, unless told."""
 
     rows: int
     batch: int
     dim: int
+    tables: int = 26
+    pooling: int = 1
+    """Ids per feature."""
+    hot_rows: int | None = None
+    """Rows of each table that get 90% of the accesses; None is all alike."""
 
     def module(self) -> DLRMModule:
         return DLRMModule(
-            num_rows=[self.rows] * NUM_TABLES,
+            num_rows=[self.rows] * self.tables,
             embedding_dim=self.dim,
             dense_arch=[512, 256, self.dim],
             over_arch=[512, 256, 1],
@@ -67,22 +78,33 @@ class Workload:
 
     def batches(self, count: int = 8) -> list[Batch]:
         generator = torch.Generator().manual_seed(0)
+        bags = self.tables * self.batch
         return [
             Batch(
                 dense_features=torch.randint(
                     0, 100, (self.batch, NUM_COUNTS), generator=generator
                 ).float(),
                 sparse_features=KeyedJaggedTensor(
-                    keys=[f"cat_{i}" for i in range(NUM_TABLES)],
-                    values=torch.randint(
-                        0, self.rows, (NUM_TABLES * self.batch,), generator=generator
-                    ),
-                    lengths=torch.ones(NUM_TABLES * self.batch, dtype=torch.int64),
+                    keys=[f"cat_{i}" for i in range(self.tables)],
+                    values=self._ids(bags * self.pooling, generator),
+                    lengths=torch.full((bags,), self.pooling),
                 ),
                 labels=torch.randint(0, 2, (self.batch,), generator=generator).float(),
             )
             for _ in range(count)
         ]
+
+    def _ids(self, count: int, generator: Generator) -> Tensor:
+        if self.hot_rows is None:
+            return torch.randint(0, self.rows, (count,), generator=generator)
+        is_hot = torch.rand(count, generator=generator) < HOT_ACCESSES
+        hot = torch.randint(0, self.hot_rows, (count,), generator=generator)
+        cold = torch.randint(self.hot_rows, self.rows, (count,), generator=generator)
+        return self.row_of(torch.where(is_hot, hot, cold))
+
+    def row_of(self, rank: Tensor) -> Tensor:
+        """Rows in order of heat, hottest first: they lie scattered, as hashed ids do."""
+        return rank * _STRIDE % self.rows
 
 
 ModeMaker = Callable[[Workload], Mode]
@@ -100,7 +122,10 @@ def bare(workload: Workload) -> Mode:
         path = "net.sparse_arch.embedding_bag_collection"
         tables = construct_module_sharding_plan(
             module.get_submodule(path),
-            {f"table_{i}": table_wise(rank=0, compute_kernel="fused") for i in range(NUM_TABLES)},
+            {
+                f"table_{i}": table_wise(rank=0, compute_kernel="fused")
+                for i in range(workload.tables)
+            },
             sharder=sharder,
             local_size=1,
             world_size=1,
@@ -124,7 +149,9 @@ def bare(workload: Workload) -> Mode:
     return run
 
 
-def through_lightning(mechanism: DPSGD | EANA | None, noise: float = 0.8) -> ModeMaker:
+def through_lightning(
+    mechanism: Mechanism | None, noise: float = 0.8, callbacks: Sequence[Callback] = ()
+) -> ModeMaker:
     """The same through Lightning; without a mechanism, the yardstick of every private mode."""
 
     def make(workload: Workload) -> Mode:
@@ -142,16 +169,19 @@ def through_lightning(mechanism: DPSGD | EANA | None, noise: float = 0.8) -> Mod
                 privacy=plan,
                 fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE),
             )
-            _trainer(strategy).fit(workload.module(), feed)
+            with TemporaryDirectory() as folder:  # for the run's journal
+                _trainer(strategy, callbacks, folder).fit(workload.module(), feed)
 
         return run
 
     return make
 
 
-def _trainer(strategy: DPSparseStrategy) -> Trainer:
+def _trainer(strategy: DPSparseStrategy, callbacks: Sequence[Callback], folder: str) -> Trainer:
     return Trainer(
         strategy=strategy,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
         accelerator="cpu",
         devices=1,
         max_epochs=1,
@@ -167,6 +197,7 @@ MODES: dict[str, ModeMaker] = {
     "torchrec": through_lightning(None),
     "clip": through_lightning(EANA(), noise=0.0),
     "eana": through_lightning(EANA()),
+    "lazydp": through_lightning(LazyDP()),
     "dpsgd": through_lightning(DPSGD()),
 }
 
@@ -183,17 +214,17 @@ def measure(modes: list[str], workload: Workload, steps: int) -> list[dict[str, 
             "dim": workload.dim,
             **times[name].medians(),
             "ratio": round(times[name].medians()["cpu_ms"] / first, 4),
-            "peak_rss_mb": peak_rss_alone(
-                "benchmarks.step_time", _memory_arguments(name, workload)
-            ),
+            "peak_rss_mb": peak_rss_of(name, workload),
         }
         for name in modes
     ]
 
 
-def _memory_arguments(mode: str, workload: Workload) -> list[str]:
+def peak_rss_of(mode: str, workload: Workload) -> float:
+    """In a process of its own."""
     numbers = {"--rows": workload.rows, "--batch": workload.batch, "--dim": workload.dim}
-    return ["--memory-of", mode, *(str(word) for pair in numbers.items() for word in pair)]
+    words = [str(word) for pair in numbers.items() for word in pair]
+    return peak_rss_alone("benchmarks.step_time", ["--memory-of", mode, *words])
 
 
 def one_thread() -> None:
@@ -208,6 +239,14 @@ def start_process_group() -> None:
     if not dist.is_initialized():
         os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def get_ready() -> None:
+    """What a process that measures needs, once."""
+    warnings.filterwarnings("ignore")
+    quiet()
+    one_thread()
+    start_process_group()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -234,10 +273,7 @@ def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.rows, options.steps = min(options.rows, 10_000), min(options.steps, 5)
-    warnings.filterwarnings("ignore")
-    quiet()
-    one_thread()
-    start_process_group()
+    get_ready()
     workload = Workload(options.rows, options.batch, options.dim)
     if options.memory_of:
         interleave({"alone": MODES[options.memory_of](workload)}, workload.batches(), steps=5)
