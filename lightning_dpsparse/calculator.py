@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_dpsparse import report
 
-_MECHANISMS = ("dpsgd", "adafest")
+_MECHANISMS = ("dpsgd", "lazydp", "adafest")
 _TIMES = (0.25, 1, 4, 16, 64)
 _DELTAS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
 

@@ -73,11 +73,6 @@ class Layout:
             starts.append(starts[-1] + rows)
         return tuple(starts)
 
-    def features_of(self, stack: Stack) -> range:
-        """The stack's features, which stand side by side as its tables do."""
-        members = [f for f, table in enumerate(self.table_of_feature) if table in stack.tables]
-        return range(members[0], members[-1] + 1)
-
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """What an update is made of: stacks of tables, or single tables."""
@@ -104,19 +99,21 @@ class Runs:
     """Where each row's lookups begin in `order_L`."""
     order_L: Tensor
     """The lookups, sorted by row; those of one row as they come."""
+    sorted_position_L: Tensor
+    """Where the rows of the sorted lookups stand in `row_U`."""
 
     @cached_property
     def position_L(self) -> Tensor:
         """Where the row of each lookup stands in `row_U`."""
-        count_U = self.start_U.diff(append=self.start_U.new_full((1,), self.order_L.numel()))
-        sorted_L = torch.repeat_interleave(count_U, output_size=self.order_L.numel())
-        return torch.empty_like(sorted_L).scatter_(0, self.order_L, sorted_L)
+        return torch.empty_like(self.order_L).scatter_(0, self.order_L, self.sorted_position_L)
 
 
 def by_row(row_L: Tensor) -> Runs:
     sorted_L, order_L = torch.sort(row_L, stable=True)
-    row_U, count_U = torch.unique_consecutive(sorted_L, return_counts=True)
-    return Runs(row_U, count_U.cumsum(0) - count_U, order_L)
+    row_U, position_L, count_U = torch.unique_consecutive(
+        sorted_L, return_inverse=True, return_counts=True
+    )
+    return Runs(row_U, count_U.cumsum(0) - count_U, order_L, position_L)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -83,7 +83,7 @@ def clipped_row_gradients(
 def _kept_runs(bags: Bags, row_mask: Tensor) -> Runs:
     kept = row_mask[bags.row_L].nonzero().squeeze(1)
     runs = by_row(bags.row_L[kept])
-    return Runs(runs.row_U, runs.start_U, kept[runs.order_L])
+    return replace(runs, order_L=kept[runs.order_L])
 
 
 def _by_bag(
@@ -108,23 +108,34 @@ def _by_bag(
 def add_to_bags(output_BE: Tensor, bags: Bags, rows_of_stacks: list[Tensor]) -> None:
     """What reading would have given, had these been added to the distinct rows of every stack."""
     layout, size = bags.layout, bags.num_examples
-    for stack, start, rows_UD in zip(layout.stacks, bags.cuts, rows_of_stacks):
-        features = layout.features_of(stack)
-        offsets = bags.offsets[features.start * size : features.stop * size + 1]
-        here = slice(None)
-        if len(layout.stacks) > 1:
-            here = slice(int(offsets[0]), int(offsets[-1]))
-            offsets = offsets - offsets[0]
-        pooled = torch.nn.functional.embedding_bag(
-            bags.runs.position_L[here] - start,
-            rows_UD,
-            offsets[:-1],
-            mode="mean" if layout.is_mean else "sum",
-            per_sample_weights=None if bags.weights_L is None else bags.weights_L[here],
-        )
-        first, last = layout.columns[features.start].start, layout.columns[features[-1]].stop
-        view_BFD = output_BE[:, first:last].unflatten(1, (len(features), -1))
-        view_BFD += pooled.view(len(features), size, -1).transpose(0, 1)
+    position_L, num_features = bags.runs.position_L, len(layout.table_of_feature)
+    if len(layout.stacks) == 1 and bags.is_one_hot and bags.weights_L is None:
+        position_BF = position_L.view(num_features, size).T
+        output_BE += torch.nn.functional.embedding(position_BF, rows_of_stacks[0]).flatten(1)
+    elif len(layout.stacks) == 1:
+        pooled = _pooled(bags, slice(None), position_L, bags.offsets, rows_of_stacks[0])
+        output_BE += pooled.view(num_features, size, -1).transpose(0, 1).flatten(1)
+    else:
+        ends_F = bags.offsets[::size].tolist()
+        stack_of = [s for s, stack in enumerate(layout.stacks) for _ in stack.tables]
+        for feature, table in enumerate(layout.table_of_feature):
+            stack, here = stack_of[table], slice(ends_F[feature], ends_F[feature + 1])
+            offsets = bags.offsets[feature * size : (feature + 1) * size + 1] - here.start
+            position = position_L[here] - bags.cuts[stack]
+            output_BE[:, layout.columns[feature]] += _pooled(
+                bags, here, position, offsets, rows_of_stacks[stack]
+            )
+
+
+def _pooled(bags: Bags, here: slice, index: Tensor, offsets: Tensor, rows_UD: Tensor) -> Tensor:
+    """Some of the bags, read from other rows."""
+    return torch.nn.functional.embedding_bag(
+        index,
+        rows_UD,
+        offsets[:-1],
+        mode="mean" if bags.layout.is_mean else "sum",
+        per_sample_weights=None if bags.weights_L is None else bags.weights_L[here],
+    )
 
 
 def add_to_rows(weight_RD: Tensor, rows_U: Tensor, values_UD: Tensor) -> None:

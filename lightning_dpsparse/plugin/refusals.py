@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+
+from lightning_dpsparse.engine.mechanism import Mechanism
 
 
 def check_module_class(module: object) -> None:
@@ -38,6 +41,19 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
         )
+
+
+def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
+    """A copy of the weights at every step would hold rows that owe noise, for good."""
+    if mechanism is None or not mechanism.defers:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"Expected no weight averaging with {type(mechanism).__name__}, found "
+                f"{type(callback).__name__}: it would average rows that still owe noise. Average "
+                "checkpoints instead, or use DPSGD."
+            )
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:

@@ -114,6 +114,7 @@ class DPSparseStrategy(DDPStrategy):
         self.precision_plugin.convert_module(module)
         mechanism = None if self.privacy is None else self.privacy.mechanism
         self.fused_optimizer.check(self.root_device, mechanism)
+        refusals.check_averaging(trainer, mechanism)
         if shards.sharded_collections(module):  # fit, test, fit again
             fused.check_kernels(module, self.fused_optimizer)
         else:

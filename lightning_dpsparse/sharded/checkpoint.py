@@ -31,6 +31,9 @@ _KERNEL_STEPS = "dpsparse_kernel_steps"
 def save(path: Path, module: nn.Module, model_state: dict[str, Any], meta: dict[str, Any]) -> None:
     """Write a checkpoint directory. Every rank calls this; rank 0 writes `meta.pt`."""
     path.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:  # a checkpoint that is being overwritten is none until all is written
+        (path / META_FILE).unlink(missing_ok=True)
+    dist.barrier()
     state = {"model": model_state}
     if "optimizer_states" in meta:  # absent when the user asked for weights only
         state["fused_optimizer"] = combined_fused_optimizer(module).state_dict()["state"]

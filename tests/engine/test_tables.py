@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
-from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
+from lightning_dpsparse.engine.rows import RowGradient, add_to_bags, clipped_row_gradients
 
 B = 6
 LAYOUTS = {
@@ -183,3 +183,33 @@ def test_the_fast_path_is_the_general_one() -> None:
         sum(lookup.layout.num_rows), dtype=torch.bool
     )  # forces the general path
     torch.testing.assert_close(square_norms(lookup), square_norms(lookup, everything))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize(("weighted", "mean"), [(False, False), (True, False), (False, True)])
+def test_rows_added_to_bags_are_as_if_they_had_been_read(
+    name: str, most: int, weighted: bool, mean: bool
+) -> None:
+    lookup = make(LAYOUTS[name], most, weighted=weighted, mean=mean)
+    bags, layout, offsets = lookup.bags, lookup.layout, lookup.bags.offsets.tolist()
+    rows = bags.rows_of_stacks()
+    widths = [layout.widths[stack.tables.start] for stack in layout.stacks]
+    added = [torch.randn(len(r), width, dtype=torch.float64) for r, width in zip(rows, widths)]
+    found = torch.zeros_like(lookup.gradient_BE)
+    add_to_bags(found, bags, added)
+    tables = []
+    for stack, width, here, values in zip(layout.stacks, widths, rows, added):
+        whole = torch.zeros(stack.num_rows, width, dtype=torch.float64)
+        whole[here] = values
+        tables += [whole[start:stop] for start, stop in pairwise(stack.starts)]
+    expected = torch.zeros_like(found)
+    for b in range(B):
+        for f, t in enumerate(layout.table_of_feature):
+            bag = slice(offsets[f * B + b], offsets[f * B + b + 1])
+            read = tables[t][bags.ids_L[bag]]
+            if bags.weights_L is not None:
+                read = read * bags.weights_L[bag, None]
+            share = max(1, len(read)) if mean else 1
+            expected[b, layout.columns[f]] = read.sum(0) / share
+    torch.testing.assert_close(found, expected)

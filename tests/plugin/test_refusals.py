@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -223,6 +224,12 @@ def test_lazydp_needs_an_optimizer_without_memory(one_rank: Ranks, kind: Any) ->
         fused=FusedOptimizer(kind=kind),
         privacy=PrivacyPlan(mechanism=LazyDP(), noise_multiplier=1.0),
     )
+
+
+def test_rows_that_owe_noise_are_not_averaged(one_rank: Ranks) -> None:
+    plan = PrivacyPlan(mechanism=LazyDP(), noise_multiplier=1.0)
+    averaging = [StochasticWeightAveraging(swa_lrs=0.1)]
+    refused(one_rank, "found StochasticWeightAveraging", privacy=plan, callbacks=averaging)
 
 
 def fit_twice() -> None:
