@@ -16,8 +16,8 @@ $(STAMP): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-cpu-shim/pypr
 	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $(STAMP)
 
-demo: setup       ## Train a sharded DLRM on synthetic clicks and print its AUC
-	$(BIN)/python -m lightning_dpsparse fit --config recipes/dlrm_synthetic.yaml
+demo: setup       ## Train a DLRM privately on synthetic clicks: its AUC and privacy report
+	$(BIN)/python -m lightning_dpsparse fit --config recipes/dlrm_lazydp.yaml
 
 test: setup       ## Run the test suite
 	$(BIN)/python -m pytest

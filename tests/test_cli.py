@@ -139,6 +139,8 @@ def test_every_recipe_fits_the_real_signatures(recipe: Path) -> None:
 def test_all_recipes_of_the_readme_exist() -> None:
     names = {path.name for path in RECIPES}
     assert names >= {
+        "dlrm_lazydp.yaml",
+        "dlrm_dpsgd.yaml",
         "dlrm_synthetic.yaml",
         "dlrm_criteo_kaggle.yaml",
         "dlrm_dcn_criteo_1tb.yaml",
