@@ -193,13 +193,13 @@ def sleep(world_size: int, placement: Placement, key: int) -> tuple[Any, Any]:
 def test_aggregated_noise_has_its_variance_however_often_a_row_was_read(
     two_ranks: Ranks, name: str
 ) -> None:
-    """Six runs of 30 steps: the mean square of n draws has standard error sqrt(2 / n)."""
+    """Four runs of 30 steps: the mean square of n draws has standard error sqrt(2 / n)."""
     examples = [Bags(100)[i] for i in range(30)]
     # The module's cosine schedule has a period of 20 steps; rates are those of the steps taken.
     rates = [0.3 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(30)]
     stddev = math.sqrt(sum((rate * 1.5 * 2.0 / 10) ** 2 for rate in rates))
     draws: dict[str, list[Tensor]] = {"never": [], "once": [], "often": []}
-    for key in range(6):
+    for key in range(4):
         results = two_ranks.run(sleep, 2, PLACEMENTS[name], key)
         start, end = (assemble([result[i] for result in results]) for i in (0, 1))
         for table, feature in (("t1", "f2"), ("t2", "f3")):
