@@ -32,7 +32,7 @@ class Stack:
         """Where each table begins among these sorted rows of the stack, with the end."""
         if len(self.tables) == 1:
             return [0, rows_U.numel()]
-        return bounds(rows_U, self.starts)
+        return _bounds(rows_U, self.starts)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,12 @@ class Layout:
             starts = tuple(row - first for row in self.first_row[start : stop + 1])
             stacks.append(Stack(range(start, stop), first, starts))
         return tuple(stacks)
+
+    def cuts_of(self, row_U: Tensor) -> list[int]:
+        """Where each stack's rows begin among these sorted rows, with the end."""
+        if len(self.stacks) == 1:
+            return [0, row_U.numel()]
+        return [*_bounds(row_U, [stack.first_row for stack in self.stacks]), row_U.numel()]
 
 
 @dataclass(frozen=True)
@@ -165,9 +171,7 @@ class Bags:
     @cached_property
     def cuts(self) -> list[int]:
         """Where each stack's rows begin in `runs`, with the end."""
-        starts = [stack.first_row for stack in self.layout.stacks]
-        count = self.runs.row_U.numel()
-        return [0, count] if len(starts) == 1 else [*bounds(self.runs.row_U, starts), count]
+        return self.layout.cuts_of(self.runs.row_U)
 
     def rows_of_stacks(self) -> list[Tensor]:
         """The distinct rows that are read, increasing, stack by stack."""
@@ -211,7 +215,7 @@ class Lookup:
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
 
 
-def bounds(sorted_U: Tensor, starts: Sequence[int]) -> list[int]:
+def _bounds(sorted_U: Tensor, starts: Sequence[int]) -> list[int]:
     """Where each start lies among the sorted numbers."""
     cuts: list[int] = torch.searchsorted(
         sorted_U, torch.tensor(starts, device=sorted_U.device)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs, bounds, by_row
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs, by_row
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -66,11 +66,10 @@ def clipped_row_gradients(
     if len(layout.stacks) == 1:
         values, index_L = _by_bag(lookup.gradient_BE, layout, feature_L, example_L)
         return [RowGradient(row_U, weighted_runs(values, index_L, start_U, weight_L))]
-    starts = [stack.first_row for stack in layout.stacks]
-    cuts = bounds(row_U, starts)
+    cuts = layout.cuts_of(row_U)
     ends = [*start_U.tolist(), order_L.numel()]
     result = []
-    for stack, (start, stop) in zip(layout.stacks, pairwise([*cuts, row_U.numel()])):
+    for stack, (start, stop) in zip(layout.stacks, pairwise(cuts)):
         here = slice(ends[start], ends[stop])
         values, index_L = _by_bag(
             lookup.gradient_BE, layout, feature_L[here], example_L[here], stack.tables

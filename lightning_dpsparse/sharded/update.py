@@ -30,7 +30,6 @@ def apply_to_rows(
     With `decay_later` the rows still owe this step's weight decay. `also_add` goes to the same rows
     in the same write, as it is.
 
-
     FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
     lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
     backward pass gets the rows' gradients. (Variable batches would save the padding, and are 100
@@ -80,7 +79,8 @@ def _descend(
     At half the price of a lookup of bags, and with a weight decay that FBGEMM's SGD has not. Rows
     that decay later are given g / (1 - lr decay): it will shrink with them.
     """
-    learning_rate, keep = tbe.get_learning_rate(), 1.0 - sgd_shrinks_by(tbe)
+    learning_rate = float(tbe.get_learning_rate())
+    keep = 1.0 - learning_rate * float(tbe.optimizer_args.weight_decay)
     scale = -learning_rate / keep if decay_later else -learning_rate
     for i, (stack, gradient) in enumerate(zip(stacks, gradients)):
         count = gradient.rows_U.numel()
@@ -98,11 +98,6 @@ def _descend(
             if also_add is not None:
                 step_UD += also_add[i]
             add_to_rows(weight, gradient.rows_U, step_UD)
-
-
-def sgd_shrinks_by(tbe: Any) -> float:
-    """Learning rate x weight decay, as of now."""
-    return float(tbe.get_learning_rate() * tbe.optimizer_args.weight_decay)
 
 
 def matrix_of(tbe: Any, stack: Stack) -> Tensor:
