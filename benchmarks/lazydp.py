@@ -251,6 +251,8 @@ def plot_sections(rows: Sequence[Row], path: Path) -> None:
 
     timed = [row for row in rows if "speedup_over_dpsgd" in row]
     names = list(dict.fromkeys(row["section"] for row in timed))
+    if not names:
+        raise SystemExit("Expected a section with times to plot, found memory alone.")
     figure, _ = plt.subplots(
         1, len(names), figsize=(1 + 3.2 * len(names), 3.6), sharey=True, layout="constrained"
     )

@@ -26,8 +26,9 @@ class LazyDP(Mechanism):
     """
 
     aggregate: bool = True
-    """Draw what a row owes at once. Otherwise step by step: as slow as it sounds, and with
-    noise_source=row_keyed the very draws of DP-SGD. For study."""
+    """Draw what a row owes at once. Otherwise step by step: as slow as it sounds, with memory for
+    every step that the rows of a batch or chunk owe, and with noise_source=row_keyed the very draws
+    of DP-SGD. For study."""
 
     chunk_rows: int = 1 << 14
     """Rows that pay at a time when all do."""
