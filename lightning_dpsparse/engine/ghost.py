@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_dpsparse.engine.norms import not_below_rounding, row_square_norms
 from lightning_dpsparse.engine.uses import (
     General,
     Normalised,
@@ -30,9 +29,16 @@ from lightning_dpsparse.engine.uses import (
     Rows,
     Use,
     operation_name,
+    outer_square_norm,
+    per_example,
+    rows_square_norm,
+    unit_square_norm,
+    weighted_sum,
 )
 
-# B examples, T positions of an example, I and O inputs and outputs, D width of a row
+T = TypeVar("T", bound=Tensor)
+
+# B examples
 
 MOST_NUMBERS_PER_EXAMPLE = 1 << 16
 """Parameters up to this size may have their per-example gradients built."""
@@ -55,24 +61,43 @@ def check_layers(module: nn.Module) -> None:
                 )
 
 
-class DenseCapture(TorchFunctionMode):
-    """Records how each parameter is used while it is active. Use it around one forward pass."""
+class DenseCapture:
+    """Records how each parameter is used while it is active. Use it around one forward pass.
+
+    While it is active, parameters belong to a class of their own that sends every torch call on
+    them here, and calls without a parameter cost nothing. What gets past it ends in `.grad`.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
         self.parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._watched = _watched(nn.Parameter, self), _watched(Tensor, self)
+        self._all_calls: _AllCalls | None = None
         self._pieces: tuple[Tensor, dict[str, Tensor]] | None = None
         self.clear()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._is_mine(args, kwargs) or not torch.is_grad_enabled():
+    def __enter__(self) -> DenseCapture:
+        if all(type(parameter) is nn.Parameter for parameter in self.parameters.values()):
+            for parameter in self.parameters.values():
+                parameter.__class__ = self._watched[0]
+        else:  # a class with ways of its own, which it keeps
+            self._all_calls = _AllCalls(self)
+            self._all_calls.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._all_calls is not None:
+            self._all_calls.__exit__(*error)
+            self._all_calls = None
+            return
+        for parameter in self.parameters.values():
+            parameter.__class__ = nn.Parameter
+        for part in self._slices.values():
+            part.value.__class__ = Tensor
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch call that may read a parameter. Everything in here goes straight to torch."""
+        if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.linear:
             return self._linear(*args, **kwargs)
@@ -84,8 +109,8 @@ class DenseCapture(TorchFunctionMode):
 
     def clear(self) -> None:
         """Forget a step."""
-        self._name = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._uses: dict[str, list[tuple[str, Use]]] = {name: [] for name in self.parameters}
+        self._name = self._names.copy()
+        self._uses: dict[str, list[tuple[str, Use]]] = {}
         self._slices: dict[str, _Slice] = {}
 
     def square_norms(
@@ -97,8 +122,8 @@ class DenseCapture(TorchFunctionMode):
         first example of every example's unit, norms are those of a unit's summed gradient: they
         stand at the leaders, and all other examples have zero.
         """
-        for name, uses in self._uses.items():
-            live = self._live(name, uses, num_examples)
+        for name in self._uses:
+            live = self._live(name, num_examples)
             if live:
                 base = self._slices[name].base if name in self._slices else name
                 yield base, self._square_norm(name, live, leader_B)
@@ -118,19 +143,18 @@ class DenseCapture(TorchFunctionMode):
 
     def clipped_sum(self, name: str, factors_B: Tensor, out: Tensor) -> Tensor:
         """sum_b f_b g_b for one parameter, into `out`; zero if no example touched it."""
-        live = [(role, use) for role, use in self._uses[name] if use.gradient is not None]
+        live = self._reached(name)
         if len(live) == 1:
-            return _weighted(*live[0], factors_B, out)
+            return weighted_sum(*live[0], factors_B, out)
         out.zero_()
         for role, use in live:
-            out += _weighted(role, use, factors_B, torch.empty_like(out))
+            out += weighted_sum(role, use, factors_B, torch.empty_like(out))
         for key, part in self._slices.items():
             if part.base == name:
-                for role, use in self._uses[key]:
-                    if use.gradient is not None:
-                        out[part.index] += _weighted(
-                            role, use, factors_B, torch.empty_like(part.value)
-                        )
+                for role, use in self._reached(key):
+                    out[part.index] += weighted_sum(
+                        role, use, factors_B, torch.empty_like(part.value)
+                    )
         return out
 
     def drop_examples(self, bad_B: Tensor) -> None:
@@ -150,31 +174,23 @@ class DenseCapture(TorchFunctionMode):
 
     # ---- recording ------------------------------------------------------------------------------
 
-    def _is_mine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a parameter is among the arguments. Asked of every torch call: keep it quick."""
-        names = self._name
-        for value in args:
-            if id(value) in names:
-                return True
-            if type(value) in (list, tuple) and any(id(v) in names for v in value):
-                return True
-        return bool(kwargs) and self._is_mine(tuple(kwargs.values()), {})
+    def reads_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a parameter is among the arguments, or in a list among them."""
+        given = [*args, *kwargs.values()]
+        lists = [value for value in given if type(value) in (list, tuple)]
+        return any(id(value) in self._name for values in (given, *lists) for value in values)
 
     def _record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
         """Note the use, and hand back what the call may read instead of the parameter."""
         if id(parameter) not in self._name:
             return parameter
-        self._uses[self._name[id(parameter)]].append((role, use))
+        self._uses.setdefault(self._name[id(parameter)], []).append((role, use))
         return parameter.detach()
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        use = Product("linear", inputs=input.detach())
+        use = Product("linear", inputs=input.detach() if input.requires_grad else input)
         weight = self._record(weight, "weight", use)
         offset = self._record(bias, "bias", use) if bias is not None else None
-        if not input.requires_grad and not weight.requires_grad:
-            # A gradient must reach the output though nothing before it wants one: a bias is cheap.
-            offset = weight.new_zeros(weight.shape[0]) if offset is None else offset.detach()
-            offset.requires_grad_()
         return use.watch(F.linear(input, weight, offset))
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -200,6 +216,11 @@ class DenseCapture(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Sizes, devices and the like pass; arithmetic on one small parameter is recorded."""
+        values = [*args, *kwargs.values()]
+        batched = [
+            v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
+        ]
+        versions = [v._version for v in batched]
         out = func(*args, **kwargs)
         what = operation_name(func)
         made = out if isinstance(out, (list, tuple)) else [out]
@@ -207,13 +228,17 @@ class DenseCapture(TorchFunctionMode):
             return out
         if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
             return out
-        values = [*args, *kwargs.values()]
         mine = [v for v in values if isinstance(v, Tensor) and id(v) in self._name]
         if what == "__getitem__" and isinstance(args[1], int) and mine:
             return self._slice(args[0], args[1])
-        batched = [
-            v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
-        ]
+        if [v._version for v in batched] != versions:
+            raise ValueError(
+                f"Expected operations that leave their inputs as they are, found {what!r} with "
+                f"{[self._name[id(v)] for v in mine]}: its gradient needs the input that it "
+                "overwrites. Write the result to a tensor of its own."
+            )
+        if any(out is v for v in batched):  # `x.to(parameter)` had nothing to do
+            return out
         small = len(mine) == 1 and mine[0].numel() <= MOST_NUMBERS_PER_EXAMPLE
         if not small or not batched or not isinstance(out, Tensor) or not out.dim():
             raise ValueError(
@@ -248,17 +273,21 @@ class DenseCapture(TorchFunctionMode):
         key = f"{name}[{where[-1]}]"
         if key not in self._slices:
             part = _Slice(base, where, parameter.detach()[where[-1]])
-            self._slices[key], self._uses[key] = part, []
+            if self._all_calls is None:
+                part.value.__class__ = self._watched[1]
+            self._slices[key] = part
             self._name[id(part.value)] = key
         return self._slices[key].value
 
     # ---- norms and sums -------------------------------------------------------------------------
 
-    def _live(
-        self, name: str, uses: list[tuple[str, Use]], num_examples: int
-    ) -> list[tuple[str, Use]]:
-        """Uses that reached the loss, each with the batch in front."""
-        live = [(role, use) for role, use in uses if use.gradient is not None]
+    def _reached(self, name: str) -> list[tuple[str, Use]]:
+        """Uses that reached the loss."""
+        return [pair for pair in self._uses.get(name, ()) if pair[1].gradient is not None]
+
+    def _live(self, name: str, num_examples: int) -> list[tuple[str, Use]]:
+        """The same, each with the batch in front."""
+        live = self._reached(name)
         for _, use in live:
             assert use.gradient is not None
             found = {*use.first_dimensions(), use.gradient.shape[0]}
@@ -268,7 +297,7 @@ class DenseCapture(TorchFunctionMode):
                     f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
                     "first dimension, and let no layer run without them."
                 )
-        if live and any(key.startswith(f"{name}[") and self._uses[key] for key in self._slices):
+        if live and any(key.startswith(f"{name}[") and key in self._uses for key in self._slices):
             raise ValueError(f"Expected {name!r} read whole or in slices, found both.")
         return live
 
@@ -283,22 +312,63 @@ class DenseCapture(TorchFunctionMode):
         if roles == {"weight"}:
             pairs = [use.factors() for _, use in uses if isinstance(use, Product)]
             a, g = (torch.cat(side, dim=1) for side in zip(*pairs))
-            return _outer_square_norm(a, g) if leader_B is None else _by_unit(a, g, leader_B)
+            return outer_square_norm(a, g) if leader_B is None else unit_square_norm(a, g, leader_B)
         if roles == {"rows"}:
             pairs = [use.pairs() for _, use in uses if isinstance(use, Rows)]
             ids, g = (torch.cat(side, dim=1) for side in zip(*pairs))
-            return _row_square_norm(ids, g, len(parameter), leader_B)
+            return rows_square_norm(ids, g, len(parameter), leader_B)
         if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
             raise ValueError(
                 f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
                 f"{sorted(use.what for _, use in uses)}. Give each layer a weight of its own."
             )
-        total = sum(_per_example(role, use, parameter) for role, use in uses)
+        total = sum(per_example(role, use, parameter) for role, use in uses)
         assert isinstance(total, Tensor)
         if leader_B is None:
             return total.square().sum(1)
         # The whole parameter is one row, on which a unit's examples meet.
-        return _row_square_norm(torch.zeros_like(leader_B)[:, None], total[:, None], 1, leader_B)
+        return rows_square_norm(torch.zeros_like(leader_B)[:, None], total[:, None], 1, leader_B)
+
+
+def _watched(kind: type[T], capture: DenseCapture) -> type[T]:
+    """A class of tensors that has every torch call on them pass through the capture."""
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return kind(*args, **kwargs)  # deepcopy's, say: a copy is nobody's parameter
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return capture.call(func, args, kwargs or {})
+
+    return Watched
+
+
+class _AllCalls(TorchFunctionMode):
+    """Looks at every torch call there is, for parameters whose class must stay as it is."""
+
+    def __init__(self, capture: DenseCapture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._capture.reads_parameter(args, kwargs):
+            return self._capture.call(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -308,64 +378,3 @@ class _Slice:
     base: str
     index: tuple[int, ...]
     value: Tensor
-
-
-def _weighted(role: str, use: Use, factors_B: Tensor, out: Tensor) -> Tensor:
-    """sum_b f_b g_b of one use, into `out`."""
-    if isinstance(use, Product):
-        scaled = use.scaled(factors_B).flatten(0, 1)
-        if role == "bias":
-            return torch.sum(scaled, 0, out=out)
-        return torch.mm(scaled.T, use.factors()[0].flatten(0, 1), out=out)
-    if role == "rows" and isinstance(use, Rows):
-        ids, g = use.pairs()
-        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
-        return out.zero_().index_add_(0, ids.flatten(), scaled)
-    return out.copy_((factors_B @ _per_example(role, use, out)).view_as(out))
-
-
-def _per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
-    """Per-example gradients (B, numbers), for parameters small enough."""
-    if isinstance(use, Normalised):
-        return use.per_example(scale=role == "scale")
-    if isinstance(use, General):
-        return use.per_example()
-    if isinstance(use, Product):
-        a, g = use.factors()
-        return g.sum(1) if role == "bias" else torch.einsum("bto,bti->boi", g, a).flatten(1)
-    assert isinstance(use, Rows)
-    ids, g = use.pairs()
-    each = g.new_zeros(ids.shape[0], *parameter.shape)
-    examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
-    return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
-
-
-def _outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
-    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O)."""
-    positions = a.shape[1]
-    if positions * positions <= a.shape[2] * g.shape[2]:
-        # The T x T Gram matrices are smaller. Where positions cancel, rounding may go below zero.
-        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0.0)
-    return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
-
-
-def _by_unit(a: Tensor, g: Tensor, leader_B: Tensor) -> Tensor:
-    """The same for units: the examples of one are positions of a longer example."""
-    squares_B = g.new_zeros(len(g))
-    first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
-    for size in size_U.unique().tolist():
-        leaders = first_U[size_U == size]
-        members = leaders[:, None] + torch.arange(size, device=leaders.device)
-        squares_B[leaders] = _outer_square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
-    terms_BT = a.square().sum(2) * g.square().sum(2)
-    units_BT = leader_B[:, None].expand_as(terms_BT)
-    return not_below_rounding(squares_B, units_BT.flatten(), terms_BT.flatten())
-
-
-def _row_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | None) -> Tensor:
-    """Positions of a unit that read one row add up before they are squared."""
-    units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
-    key_L = (units_B[:, None] * num_rows + ids).flatten()
-    return row_square_norms(
-        key_L, g.flatten(0, 1), num_rows, len(ids), of_units=leader_B is not None
-    )

@@ -7,6 +7,7 @@ of outer products can be had from their factors.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# B examples, T positions of an example, I and O inputs and outputs of a layer
+from lightning_dpsparse.engine.norms import not_below_rounding, row_square_norms
+
+# B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
 
 
 @dataclass
@@ -31,13 +34,23 @@ class Use(ABC):
     def watch(self, output: Tensor) -> Tensor:
         """Have the backward pass leave the output's gradient here."""
         if not output.requires_grad:  # nothing before it wants a gradient: give it a reason
+            if not output._is_view():
+                started: Tensor = _Source.apply(_WANTED, self, [output])
+                return started
             output = output + output.new_zeros((), requires_grad=True)
+        index = output.output_nr
 
-        def keep(gradient: Tensor) -> None:
-            self.gradient = gradient.detach()
+        def hook(gradients: tuple[Tensor | None, ...]) -> None:
+            self.keep(gradients[index])
 
-        output.register_hook(keep)
+        # A hook on the tensor does the same and costs three times as much to set up.
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(hook)
         return output
+
+    def keep(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # it is not copied: nobody writes to a gradient that others hold
+            self.gradient = gradient.detach() if gradient.requires_grad else gradient
 
     def drop(self, bad_B: Tensor) -> None:
         """Forget some examples, inputs included."""
@@ -55,7 +68,6 @@ class Product(Use):
 
     inputs: Tensor | None = None
     _square_gradient: Tensor | None = None
-    _scaled: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -72,17 +84,29 @@ class Product(Use):
             return self._square_gradient
         return torch.linalg.vector_norm(self.inputs, dim=1).square_().mul_(self._square_gradient)
 
-    def scaled(self, factors_B: Tensor) -> Tensor:
-        """f_b g_b, (B, T, O). Weight and bias of one group share it."""
-        if self._scaled is None or self._scaled[0] is not factors_B:
-            self._scaled = factors_B, self.factors()[1] * factors_B[:, None, None]
-        return self._scaled[1]
+    def weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
+        """sum_b f_b sum_t g_bt a_bt^T, or without a_bt for the bias, into `out`."""
+        assert self.inputs is not None
+        assert self.gradient is not None
+        f_R, a_RI, g_RO = (
+            value if value.dtype == out.dtype else value.to(out.dtype)
+            for value in (factors_B, self.inputs, self.gradient)
+        )
+        if not self.is_flat:
+            f_R = f_R.repeat_interleave(math.prod(g_RO.shape[1:-1]))
+            a_RI, g_RO = a_RI.flatten(0, -2), g_RO.flatten(0, -2)
+        if of_bias:
+            return torch.mv(g_RO.t(), f_R, out=out)
+        # Either factor may carry f: the narrower is the smaller copy, gone before the next layer's.
+        if out.shape[0] <= out.shape[1]:
+            return torch.mm((g_RO * f_R.unsqueeze(1)).t(), a_RI, out=out)
+        return torch.mm(g_RO.t(), a_RI * f_R.unsqueeze(1), out=out)
 
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
         assert self.inputs is not None
         self.inputs = _without(self.inputs, bad_B)
-        self._square_gradient = self._scaled = None
+        self._square_gradient = None
 
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
@@ -184,6 +208,86 @@ class General(Use):
         )
 
 
+def operation_name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def weighted_sum(role: str, use: Use, factors_B: Tensor, out: Tensor) -> Tensor:
+    """sum_b f_b g_b of one use, into `out`."""
+    if isinstance(use, Product):
+        return use.weighted_sum(factors_B, out, of_bias=role == "bias")
+    if role == "rows" and isinstance(use, Rows):
+        ids, g = use.pairs()
+        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
+        return out.zero_().index_add_(0, ids.flatten(), scaled)
+    return out.copy_((factors_B @ per_example(role, use, out)).view_as(out))
+
+
+def per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
+    """Per-example gradients (B, numbers), for parameters small enough."""
+    if isinstance(use, Normalised):
+        return use.per_example(scale=role == "scale")
+    if isinstance(use, General):
+        return use.per_example()
+    if isinstance(use, Product):
+        a, g = use.factors()
+        return g.sum(1) if role == "bias" else torch.einsum("bto,bti->boi", g, a).flatten(1)
+    assert isinstance(use, Rows)
+    ids, g = use.pairs()
+    each = g.new_zeros(ids.shape[0], *parameter.shape)
+    examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
+    return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
+
+
+def outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
+    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O)."""
+    positions = a.shape[1]
+    if positions * positions <= a.shape[2] * g.shape[2]:
+        # The T x T Gram matrices are smaller. Where positions cancel, rounding may go below zero.
+        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0.0)
+    return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
+
+
+def unit_square_norm(a: Tensor, g: Tensor, leader_B: Tensor) -> Tensor:
+    """The same for units: the examples of one are positions of a longer example."""
+    squares_B = g.new_zeros(len(g))
+    first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
+    for size in size_U.unique().tolist():
+        leaders = first_U[size_U == size]
+        members = leaders[:, None] + torch.arange(size, device=leaders.device)
+        squares_B[leaders] = outer_square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
+    terms_BT = a.square().sum(2) * g.square().sum(2)
+    units_BT = leader_B[:, None].expand_as(terms_BT)
+    return not_below_rounding(squares_B, units_BT.flatten(), terms_BT.flatten())
+
+
+def rows_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | None) -> Tensor:
+    """Positions of a unit that read one row add up before they are squared."""
+    units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
+    key_L = (units_B[:, None] * num_rows + ids).flatten()
+    return row_square_norms(
+        key_L, g.flatten(0, 1), num_rows, len(ids), of_units=leader_B is not None
+    )
+
+
+class _Source(torch.autograd.Function):
+    """The beginning of a graph at an output that nothing before it could give a gradient to."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, use: Use, output: list[Tensor]) -> Tensor:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        return output[0]  # in a list autograd does not take it for an input
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.use.keep(gradients[0])
+        return None, None, None
+
+
+_WANTED = torch.empty(0, requires_grad=True)
+
+
 def _without(value: Tensor, bad_B: Tensor) -> Tensor:
     return torch.where(bad_B.view(-1, *[1] * (value.dim() - 1)), 0.0, value)
 
@@ -191,7 +295,3 @@ def _without(value: Tensor, bad_B: Tensor) -> Tensor:
 def _positions(value: Tensor) -> Tensor:
     """(B, ..., N) as (B, T, N)."""
     return value[:, None] if value.dim() == 2 else value.flatten(1, -2)
-
-
-def operation_name(func: Any) -> str:
-    return str(getattr(func, "__name__", func))
