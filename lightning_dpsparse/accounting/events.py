@@ -23,6 +23,17 @@ from dp_accounting.dp_event import (
 
 
 @attr.s(frozen=True)
+class ExponentialDpEvent(DpEvent):
+    """One choice by the exponential mechanism, of range epsilon.
+
+    P(r) ~ exp(epsilon score_r / Delta) where a unit raises every score by 0 to Delta, so that
+    log P(r) / P'(r), over all r, lies in an interval of length epsilon.
+    """
+
+    epsilon: float = attr.ib(converter=float)
+
+
+@attr.s(frozen=True)
 class GumbelDpEvent(DpEvent):
     """Gumbel noise of scale 1/epsilon on all counts of a histogram, of which one moves by one.
 
@@ -38,10 +49,20 @@ def not_private() -> DpEvent:
     return NonPrivateDpEvent()
 
 
+def exponential(epsilon: float) -> DpEvent:
+    """One choice by the exponential mechanism, of range epsilon."""
+    return ExponentialDpEvent(epsilon)
+
+
+def gumbel(epsilon: float) -> DpEvent:
+    """A histogram with Gumbel noise of scale 1 / epsilon, one count of which moves by one."""
+    return GumbelDpEvent(epsilon)
+
+
 def composed(charges: Sequence[tuple[DpEvent, int]]) -> DpEvent:
     """Several events, each so many times, as one."""
     parts = [SelfComposedDpEvent(event, times) for event, times in charges]
-    return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
+    return parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
 
 
 def gaussian(noise_multiplier: float) -> DpEvent:
@@ -51,11 +72,20 @@ def gaussian(noise_multiplier: float) -> DpEvent:
     return GaussianDpEvent(float(noise_multiplier))  # floats: RDP loses integers when it composes
 
 
+def is_gaussian(event: DpEvent) -> bool:
+    return isinstance(event, (GaussianDpEvent, NonPrivateDpEvent))
+
+
+def poisson(rate: float, event: DpEvent) -> DpEvent:
+    """An event on a Poisson sample of the units: everything that sees the same sample, as one."""
+    if isinstance(event, NonPrivateDpEvent):
+        return event
+    return PoissonSampledDpEvent(float(rate), event)
+
+
 def poisson_gaussian(rate: float, noise_multiplier: float) -> DpEvent:
-    """The same on a Poisson sample of the units."""
-    if noise_multiplier == 0:
-        return NonPrivateDpEvent()
-    return PoissonSampledDpEvent(float(rate), GaussianDpEvent(float(noise_multiplier)))
+    """The noisy sum on a Poisson sample."""
+    return poisson(rate, gaussian(noise_multiplier))
 
 
 def truncated_poisson_gaussian(
@@ -132,13 +162,8 @@ def from_data(data: Mapping[str, Any]) -> DpEvent:
 
 def describe(event: DpEvent) -> str:
     """For people."""
-    if isinstance(event, PoissonSampledDpEvent) and isinstance(event.event, GaussianDpEvent):
-        return (
-            f"Gaussian, noise multiplier {event.event.noise_multiplier:.6g}, on a Poisson sample "
-            f"of rate {event.sampling_probability:.6g}"
-        )
-    if isinstance(event, GaussianDpEvent):
-        return f"Gaussian, noise multiplier {event.noise_multiplier:.6g}, without amplification"
+    if isinstance(event, PoissonSampledDpEvent):
+        return f"{_what(event.event)}, on a Poisson sample of rate {event.sampling_probability:.6g}"
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
         return (
             f"Gaussian, noise multiplier {event.noise_multiplier:.6g}, on a Poisson sample of rate "
@@ -151,6 +176,21 @@ def describe(event: DpEvent) -> str:
         )
     if isinstance(event, NonPrivateDpEvent):
         return "not private"
+    return f"{_what(event)}, without amplification"
+
+
+def _what(event: DpEvent) -> str:
+    """What is done with the units that take part."""
+    if isinstance(event, GaussianDpEvent):
+        return f"Gaussian, noise multiplier {event.noise_multiplier:.6g}"
+    if isinstance(event, ExponentialDpEvent):
+        return f"choice of range {event.epsilon:.6g}"
+    if isinstance(event, GumbelDpEvent):
+        return f"Gumbel noise of scale 1/{event.epsilon:.6g}"
+    if isinstance(event, SelfComposedDpEvent):
+        return _what(event.event) if event.count == 1 else f"{event.count:,} x {_what(event.event)}"
+    if isinstance(event, ComposedDpEvent):
+        return " and ".join(_what(part) for part in event.events)
     return repr(event)
 
 

@@ -21,7 +21,7 @@ from dp_accounting.dp_event import (
 from dp_accounting.pld import privacy_loss_distribution as builders
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from lightning_dpsparse.accounting.events import GumbelDpEvent
+from lightning_dpsparse.accounting.events import ExponentialDpEvent, GumbelDpEvent
 from lightning_dpsparse.accounting.grid import Array, both_ways, from_losses
 from lightning_dpsparse.accounting.mixture import mixture_losses
 
@@ -64,6 +64,8 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
         return None
     if isinstance(event, GumbelDpEvent):
         return _gumbel(event.epsilon, grid)
+    if isinstance(event, ExponentialDpEvent):
+        return _exponential(event.epsilon, grid)
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
         return builders.from_truncated_subsampled_gaussian_mechanism(
             event.dataset_size,
@@ -148,4 +150,20 @@ def _gumbel(epsilon: float, grid: float) -> PrivacyLossDistribution:
     at = np.arange(first, last + 1) * grid
     x = np.maximum(0.0, (at + epsilon) / math.expm1(epsilon))
     p, q = np.exp(-x), np.exp(-x * math.exp(epsilon))
+    return both_ways(first, -np.diff(p), -np.diff(q), float(p[-1]), float(q[-1]), grid)
+
+
+def _exponential(epsilon: float, grid: float) -> PrivacyLossDistribution:
+    """The worst of all pairs whose losses lie in an interval of length e.
+
+    For each t in [0, e] the worst pair with losses in [t - e, t] takes only these two values, and
+    the largest delta over all t is delta(x) = (exp(e/2) - exp(x/2))^2 / (exp(e) - 1) for |x| <= e.
+    That is the curve of a pair with P(loss > x) = (A - sqrt(A a)) / (A - 1) under P and
+    (sqrt(A / a) - 1) / (A - 1) under Q, where A = exp(e), a = exp(x): it dominates them all.
+    Reference for the two values: Dong, Durfee and Rogers 2020 (arXiv:1909.13830).
+    """
+    first, last = math.floor(-epsilon / grid), math.ceil(epsilon / grid)
+    x = np.clip(np.arange(first, last + 1) * grid, -epsilon, epsilon)
+    p = -np.exp(epsilon) * np.expm1((x - epsilon) / 2) / math.expm1(epsilon)
+    q = np.expm1((epsilon - x) / 2) / math.expm1(epsilon)
     return both_ways(first, -np.diff(p), -np.diff(q), float(p[-1]), float(q[-1]), grid)

@@ -42,19 +42,19 @@ class StackNoise:
         (purpose, step, part) must be new with every call, unless the source is by row: then a draw
         is a function of purpose, row and step alone, and `steps_U` may give each row its own step.
         """
-        if not self.source.is_by_row:  # one stream for all: its name is the first table's
-            return self.source.fill_(out_UD, self._stream(0, purpose, step, part), stddev)
+        if not self.source.is_by_row:  # one stream for all
+            stream = self._stream(self.stack.namesake, purpose, step, part)
+            return self.source.fill_(out_UD, stream, stddev)
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
             here = slice(start, stop)
             self.source.fill_(
                 out_UD[here],
-                self._stream(t, purpose, step, part),
+                self._stream(self.stack.tables[t], purpose, step, part),
                 stddev,
                 rows_U[here] - self.stack.starts[t],
                 None if steps_U is None else steps_U[here],
             )
         return out_UD
 
-    def _stream(self, t: int, purpose: str, step: int, part: int) -> Stream:
-        table = self.stack.tables[t]
+    def _stream(self, table: int, purpose: str, step: int, part: int) -> Stream:
         return Stream(purpose, self.table_names[table], step, self.corners[table], part)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,14 @@ class Stack:
     @property
     def num_rows(self) -> int:
         return self.starts[-1]
+
+    @property
+    def namesake(self) -> int:
+        """The first of its tables that has rows here: whoever has them has them alone.
+
+        Pieces without rows may begin at the same place on several ranks.
+        """
+        return next((t for t, (a, b) in zip(self.tables, pairwise(self.starts)) if b > a), 0)
 
     def bounds(self, rows_U: Tensor) -> list[int]:
         """Where each table begins among these sorted rows of the stack, with the end."""
@@ -81,18 +90,27 @@ class Layout:
             for t, width in enumerate(self.widths)
             if not self.is_stacked or self.widths[t + 1 : t + 2] != (width,)
         ]
-        stacks = []
-        for start, stop in pairwise([0, *ends]):
-            first = self.first_row[start]
-            starts = tuple(row - first for row in self.first_row[start : stop + 1])
-            stacks.append(Stack(range(start, stop), first, starts))
-        return tuple(stacks)
+        return tuple(self.stack(range(start, stop)) for start, stop in pairwise([0, *ends]))
+
+    def stack(self, tables: range) -> Stack:
+        """Neighbouring tables with their rows numbered through."""
+        first = self.first_row[tables.start]
+        starts = (row - first for row in self.first_row[tables.start : tables.stop + 1])
+        return Stack(tables, first, tuple(starts))
 
     def cuts_of(self, row_U: Tensor) -> list[int]:
         """Where each stack's rows begin among these sorted rows, with the end."""
         if len(self.stacks) == 1:
             return [0, row_U.numel()]
         return [*_bounds(row_U, [stack.first_row for stack in self.stacks]), row_U.numel()]
+
+    def by_stack(self, row_U: Tensor, cuts: list[int] | None = None) -> list[Tensor]:
+        """Sorted rows of the kernel as sorted rows of each of its stacks."""
+        cuts = self.cuts_of(row_U) if cuts is None else cuts
+        return [
+            row_U[start:stop] - stack.first_row if stack.first_row else row_U[start:stop]
+            for stack, (start, stop) in zip(self.stacks, pairwise(cuts))
+        ]
 
 
 @dataclass(frozen=True)
@@ -113,13 +131,47 @@ class Runs:
         """Where the row of each lookup stands in `row_U`."""
         return torch.empty_like(self.order_L).scatter_(0, self.order_L, self.sorted_position_L)
 
+    @cached_property
+    def count_U(self) -> Tensor:
+        """How many lookups each row has."""
+        return torch.diff(self.start_U, append=self.start_U.new_full((1,), self.order_L.numel()))
+
+    def only(self, keep_U: Tensor) -> Runs:
+        """These rows alone, with their lookups."""
+        keep_L = keep_U[self.sorted_position_L]
+        count_U = self.count_U[keep_U]
+        position_U = keep_U.cumsum(0).sub_(1)
+        return Runs(
+            self.row_U[keep_U],
+            count_U.cumsum(0).sub_(count_U),
+            self.order_L[keep_L],
+            position_U[self.sorted_position_L[keep_L]],
+        )
+
 
 def by_row(row_L: Tensor) -> Runs:
-    sorted_L, order_L = torch.sort(row_L, stable=True)
+    sorted_L, order_L = _stable_sort(row_L)
     row_U, position_L, count_U = torch.unique_consecutive(
         sorted_L, return_inverse=True, return_counts=True
     )
     return Runs(row_U, count_U.cumsum(0) - count_U, order_L, position_L)
+
+
+_RADIX = 1 << 15
+"""From this many numbers on, PyTorch sorts integers on CPUs by radix."""
+
+
+def _stable_sort(row_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted rows, and where they came from. PyTorch's own where nothing is quicker."""
+    bits = row_L.numel().bit_length()
+    if row_L.device.type != "cpu" or row_L.numel() >= _RADIX:
+        sorted_L, order_L = torch.sort(row_L, stable=True)
+        return sorted_L, order_L
+    # A row and its place in one number: no two are equal, and numpy's vectorised sort of numbers
+    # takes a third of the time of PyTorch's sort with places.
+    packed_L = (row_L << bits) | torch.arange(row_L.numel())
+    packed_L = torch.from_numpy(np.sort(packed_L.numpy()))
+    return packed_L >> bits, packed_L & ((1 << bits) - 1)
 
 
 @dataclass(frozen=True)
@@ -145,6 +197,11 @@ class Bags:
     def is_one_hot(self) -> bool:
         """Whether every bag holds exactly one id."""
         return self.ids_L.numel() == self.lengths.numel() and bool((self.lengths == 1).all())
+
+    @property
+    def reads_every_table_once(self) -> bool:
+        """Whether every example reads exactly one row of every table."""
+        return self.is_one_hot and len(self.layout.table_of_feature) == len(self.layout.widths)
 
     @cached_property
     def bag_L(self) -> Tensor:
@@ -175,11 +232,7 @@ class Bags:
 
     def rows_of_stacks(self) -> list[Tensor]:
         """The distinct rows that are read, increasing, stack by stack."""
-        row_U = self.runs.row_U
-        return [
-            row_U[start:stop] - stack.first_row if stack.first_row else row_U[start:stop]
-            for stack, (start, stop) in zip(self.layout.stacks, pairwise(self.cuts))
-        ]
+        return self.layout.by_stack(self.runs.row_U, self.cuts)
 
 
 @dataclass(frozen=True)
@@ -207,11 +260,11 @@ class Lookup:
             coefficient = share_L if coefficient is None else coefficient * share_L
         return coefficient
 
-    def kept_coefficient(self, row_mask: Tensor | None) -> Tensor | None:
-        """`coefficient_L`, with zero for rows that the mask leaves out."""
-        if row_mask is None:
+    def kept_coefficient(self, keep_U: Tensor | None) -> Tensor | None:
+        """`coefficient_L`, with zero for rows that are left out: `keep_U` goes with `runs`."""
+        if keep_U is None:
             return self.coefficient_L
-        keep_L = row_mask[self.bags.row_L].to(self.gradient_BE.dtype)
+        keep_L = keep_U.to(self.gradient_BE.dtype)[self.bags.runs.position_L]
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
 
 

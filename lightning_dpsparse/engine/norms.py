@@ -20,7 +20,7 @@ from lightning_dpsparse.engine.lookups import Lookup
 
 def square_norms(
     lookup: Lookup,
-    row_mask: Tensor | None = None,
+    keep_U: Tensor | None = None,
     tables: Collection[int] | None = None,
     leader_B: Tensor | None = None,
 ) -> Tensor:
@@ -28,13 +28,13 @@ def square_norms(
 
     n_b^2 = sum over rows r of || sum over lookups l of r by b of c_l G_l ||^2
 
-    With `row_mask` (a boolean per row, tables numbered through) only rows that it keeps count; with
-    `tables` only those tables. With `leader_B`, the first example of every example's unit, b is a
-    unit: its square stands at its leader, and all other examples have zero.
+    With `keep_U` (a boolean for each distinct row that was read, as in `bags.runs`) only rows that
+    it keeps count; with `tables` only those tables. With `leader_B`, the first example of every
+    example's unit, b is a unit: its square stands at its leader, and all other examples have zero.
     """
     layout = lookup.layout
     chosen = range(len(layout.widths)) if tables is None else tables
-    coefficient_L = lookup.kept_coefficient(row_mask)
+    coefficient_L = lookup.kept_coefficient(keep_U)
     if leader_B is not None:
         squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
         for table in chosen:
@@ -47,10 +47,23 @@ def square_norms(
     all_alone = len(alone) == len(layout.table_of_feature)
     if all_alone and lookup.bags.is_one_hot and coefficient_L is None:
         return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
+    if all_alone and lookup.bags.is_one_hot and len(set(layout.widths)) == 1:
+        return _of_single_ids(lookup, coefficient_L)
     squares_B = _of_unshared(lookup, coefficient_L, alone)
     for table in shared:
         squares_B += _by_row(lookup, coefficient_L, table)
     return squares_B
+
+
+def _of_single_ids(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
+    """One id in every bag, tables of one width that nobody shares: n^2 = sum_f ||G_f||^2 c_f^2."""
+    num_features = len(lookup.layout.table_of_feature)
+    assert coefficient_L is not None
+    norms_BF = torch.linalg.vector_norm(
+        lookup.gradient_BE.view(lookup.num_examples, num_features, -1), dim=2
+    )
+    weighted_BF = norms_BF.mul_(coefficient_L.view(num_features, -1).T)
+    return torch.linalg.vector_norm(weighted_BF, dim=1).square_()
 
 
 def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[int]) -> Tensor:

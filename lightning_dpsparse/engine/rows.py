@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs, by_row
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -29,6 +29,20 @@ class RowGradient:
         values_UD.index_add_(0, position, torch.cat([self.values_UD, other.values_UD]))
         return RowGradient(rows_U, values_UD)
 
+    def with_rows(self, others_V: Tensor) -> RowGradient:
+        """The same, with more rows (sorted, none of them here yet) whose gradient is zero."""
+        if others_V.numel() == 0:
+            return self
+        count = self.rows_U.numel() + others_V.numel()
+        at_U = torch.searchsorted(others_V, self.rows_U)
+        at_U += torch.arange(at_U.numel(), device=at_U.device)
+        at_V = torch.searchsorted(self.rows_U, others_V)
+        at_V += torch.arange(at_V.numel(), device=at_V.device)
+        rows = self.rows_U.new_empty(count)
+        rows[at_U], rows[at_V] = self.rows_U, others_V
+        values = self.values_UD.new_zeros(count, self.values_UD.shape[1])
+        return RowGradient(rows, values.index_copy_(0, at_U, self.values_UD))
+
     def empty(self) -> RowGradient:
         """Nothing, in the same shape and place."""
         return RowGradient(self.rows_U[:0], self.values_UD[:0])
@@ -38,20 +52,20 @@ def clipped_row_gradients(
     lookup: Lookup,
     factors_KB: Tensor,
     group_of_table: Sequence[int],
-    row_mask: Tensor | None = None,
+    keep_U: Tensor | None = None,
 ) -> list[RowGradient]:
     """sum_b f_b g_b on every row that some bag read, stack by stack of the layout.
 
-    f_b is taken from the group that the row's table belongs to. With `row_mask` only rows that it
-    keeps. A row that was read is listed even where its sum is zero: noise belongs on it whatever
-    the gradient was.
+    f_b is taken from the group that the row's table belongs to. With `keep_U` (a boolean for each
+    row of `bags.runs`) only rows that it keeps. A row that was read is listed even where its sum is
+    zero: noise belongs on it whatever the gradient was.
 
     Guarantees: adding or removing example b changes the values of group k, over all its tables, by
-    at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same mask and tables. The same
+    at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same rows and tables. The same
     goes for a unit whose examples have one factor, with n_kb from `square_norms` of its leader.
     """
     bags, layout, num_examples = lookup.bags, lookup.layout, max(1, lookup.num_examples)
-    runs = bags.runs if row_mask is None else _kept_runs(bags, row_mask)
+    runs = bags.runs if keep_U is None else bags.runs.only(keep_U)
     row_U, start_U, order_L = runs.row_U, runs.start_U, runs.order_L
     bag_L = bags.bag_L[order_L]
     feature_L = bag_L // num_examples
@@ -77,12 +91,6 @@ def clipped_row_gradients(
         sums_UD = weighted_runs(values, index_L, start_U[start:stop] - here.start, weight_L[here])
         result.append(RowGradient(row_U[start:stop] - stack.first_row, sums_UD))
     return result
-
-
-def _kept_runs(bags: Bags, row_mask: Tensor) -> Runs:
-    kept = row_mask[bags.row_L].nonzero().squeeze(1)
-    runs = by_row(bags.row_L[kept])
-    return replace(runs, order_L=kept[runs.order_L])
 
 
 def _by_bag(
@@ -141,6 +149,14 @@ def add_to_rows(weight_RD: Tensor, rows_U: Tensor, values_UD: Tensor) -> None:
     """weight[rows] += values, in place, with every row at most once."""
     # With an index that repeats along rows this is PyTorch's quickest way to add to rows.
     weight_RD.scatter_add_(0, rows_U[:, None].expand_as(values_UD), values_UD)
+
+
+def found_in(sorted_R: Tensor, values_V: Tensor) -> Tensor:
+    """Which of the values are among the sorted rows."""
+    if sorted_R.numel() == 0:
+        return torch.zeros_like(values_V, dtype=torch.bool)
+    at_V = torch.searchsorted(sorted_R, values_V).clamp_max_(sorted_R.numel() - 1)
+    return sorted_R[at_V] == values_V
 
 
 def weighted_runs(values: Tensor, index_L: Tensor, start_U: Tensor, weight_L: Tensor) -> Tensor:

@@ -7,10 +7,9 @@ once for every part of the batch that fits in memory, and one `release`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch import Tensor
 from lightning_dpsparse.engine.clipping import Clipping
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.lookups import Lookup, Stack
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism
+from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question
 from lightning_dpsparse.engine.norms import square_norms
+from lightning_dpsparse.engine.read import Ranks, Read, add_up, renumber, take
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -41,6 +41,7 @@ class Recipe:
     clip_norm: float
     noise_multiplier: float
     expected_batch: float
+    noise: NoiseSource
     diagnose: bool = False
     """Count what is clipped. Not private."""
 
@@ -49,47 +50,8 @@ class Recipe:
         """Of the noise on the mean gradient: sigma C / (q N)."""
         if self.noise_multiplier == 0:
             return 0.0  # also where nothing is clipped
-        return self.noise_multiplier * self.clip_norm / self.expected_batch
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this rank's examples stand among those of all ranks, and how ranks add up."""
-
-    num_examples: int
-    first_example: int
-    sum: Callable[[Tensor], None]
-    """Add a tensor up over all ranks, in place."""
-
-
-class Read(Protocol):
-    """What one kernel read on this rank, for the examples of all ranks."""
-
-    @property
-    def table_names(self) -> Sequence[str]: ...
-    @property
-    def corners(self) -> Sequence[tuple[int, int]]:
-        """First row and column of each table's piece here."""
-        ...
-
-    @property
-    def order_B(self) -> Tensor | None:
-        """Example of each bag column; None if columns are in the examples' order."""
-        ...
-
-    @property
-    def stacks(self) -> Sequence[Stack]:
-        """The tables, by what is updated together."""
-        ...
-
-    def lookup(self) -> Lookup: ...
-    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
-        """Give the fused optimizer a gradient on rows of each stack, in one call.
-
-        With `decay_later` these rows still owe this step's weight decay, which will shrink the
-        gradient too.
-        """
-        ...
+        sigma = self.mechanism.gradient_noise(self.noise_multiplier)
+        return sigma * self.clip_norm / self.expected_batch
 
 
 @dataclass(frozen=True)
@@ -97,7 +59,7 @@ class Clipped:
     """Clipped sums over the expected batch, without noise. Secret."""
 
     tables: list[list[RowGradient]]
-    """For every read, a gradient on rows of each of its stacks of tables."""
+    """For every read, a gradient on the rows of each of its stacks of tables that take part."""
     dense: Tensor
     """All dense parameters end to end; this rank's examples only."""
     units_clipped: Tensor | None = None
@@ -121,6 +83,7 @@ def clipped_sums(
     dense: DenseCapture,
     recipe: Recipe,
     ranks: Ranks,
+    step: int,
     leader_B: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Clipped:
@@ -138,39 +101,50 @@ def clipped_sums(
     mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
     lookups = [read.lookup() for read in reads]
 
-    # 2. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
+    # 2. The rows that take part. What an example does to others counts neither in norm nor in sum.
+    question = Question(
+        reads, lookups, leader_B, ranks, recipe.noise, recipe.noise_multiplier, step, loss_n.device
+    )
+    found = recipe.mechanism.answer(question)
+    answers: Sequence[Answer | None] = [None] * len(lookups) if found is None else found
+
+    # 3. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
     #    see of every unit, and one all-reduce tells every rank every unit's norm.
     group = _groups(reads, dense, recipe.clipping)
     squares_KB = loss_n.new_zeros(recipe.clipping.num_groups, ranks.num_examples)
-    for read, lookup in zip(reads, lookups):
-        leaders = _renumber(leader_B, read.order_B)
+    for read, lookup, answer in zip(reads, lookups, answers):
+        leaders = renumber(leader_B, read.order_B)
+        keep_U = None if answer is None else answer.keep_U
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
-                squares = square_norms(lookup, tables=tables, leader_B=leaders)
-                _add(squares_B, squares, read.order_B)
+                squares = square_norms(lookup, keep_U, tables=tables, leader_B=leaders)
+                add_up(squares_B, squares, read.order_B)
     leader_n = None if leader_B is None else leader_B[mine] - ranks.first_example
     mine_Kn = [squares_B[mine] for squares_B in squares_KB]
     for name, squares_n in dense.square_norms(loss_n.numel(), leader_n):
         mine_Kn[group[name]].add_(squares_n)
     ranks.sum(squares_KB)
 
-    # 3. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
+    # 4. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
     squares_KB = squares_KB if leader_B is None else squares_KB[:, leader_B]
     bad_B = ~squares_KB.isfinite().all(0)
     factors_KB = recipe.clipping.factors(squares_KB, recipe.clip_norm)
     counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
     factors_KB = factors_KB.masked_fill(bad_B, 0.0).div_(recipe.expected_batch)
     if bool(bad_B.any()):  # zero times infinity is not zero
-        lookups = [_without(x, _take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
+        lookups = [_without(x, take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
         dense.drop_examples(bad_B[mine])
 
-    # 4. Clipped sums: rows where they live, dense layers for this rank's examples.
+    # 5. Clipped sums: rows where they live, dense layers for this rank's examples.
     sums_of_tables = [
-        clipped_row_gradients(
-            lookup, _take(factors_KB, read.order_B), [group[name] for name in read.table_names]
+        _sums_of_rows(
+            lookup,
+            take(factors_KB, read.order_B),
+            [group[name] for name in read.table_names],
+            answer,
         )
-        for read, lookup in zip(reads, lookups)
+        for read, lookup, answer in zip(reads, lookups, answers)
     ]
     factors_Kn = [f_B[mine] for f_B in factors_KB]
     flat = dense.new_flat() if out is None else out
@@ -185,7 +159,6 @@ def release(
     dense: DenseCapture,
     recipe: Recipe,
     ranks: Ranks,
-    noise: NoiseSource,
     step: int,
 ) -> None:
     """Add noise, update the tables, and leave the dense gradients in `.grad`.
@@ -200,15 +173,15 @@ def release(
     for first in range(0, flat.numel() if recipe.noise_stddev else 0, _DENSE_CHUNK):
         piece = flat[None, first : first + _DENSE_CHUNK]
         stream = Stream("gradient", "dense layers", step, (0, first))
-        piece += noise.fill_(torch.empty_like(piece), stream, recipe.noise_stddev)
+        piece += recipe.noise.fill_(torch.empty_like(piece), stream, recipe.noise_stddev)
     for name, piece in dense.pieces(flat).items():
         dense.parameters[name].grad = piece
 
-    # Tables, where they live: the mechanism says which rows take part, and draws their noise.
+    # Tables, where they live: the mechanism says which rows get noise.
     for read, gradients in zip(reads, clipped.tables):
         updates = []
         for stack, gradient in zip(read.stacks, gradients):
-            of_stack = StackNoise(noise, stack, read.table_names, read.corners)
+            of_stack = StackNoise(recipe.noise, stack, read.table_names, read.corners)
             draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
             updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
         for parts in zip_longest(*updates):
@@ -235,11 +208,15 @@ def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> d
     return dict(zip(names, clipping.groups_of(names)))
 
 
-def _add(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
-    if order_B is None:
-        total_B += values
-    else:
-        total_B.index_add_(0, order_B, values)
+def _sums_of_rows(
+    lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], answer: Answer | None
+) -> list[RowGradient]:
+    """Clipped sums on the rows that take part; on rows that nobody read they are zero."""
+    if answer is None:
+        return clipped_row_gradients(lookup, factors_KB, group_of_table)
+    sums = clipped_row_gradients(lookup, factors_KB, group_of_table, answer.keep_U)
+    others = lookup.layout.by_stack(answer.others_V)
+    return [gradient.with_rows(rows) for gradient, rows in zip(sums, others)]
 
 
 def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> Tensor:
@@ -249,17 +226,6 @@ def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> T
         is_unit_B &= leader_B == torch.arange(leader_B.numel(), device=leader_B.device)
     is_clipped_B = (factors_KB < 1).any(0) & is_unit_B
     return torch.stack([is_clipped_B.sum(), is_unit_B.sum()])
-
-
-def _renumber(leader_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
-    """The leader of each bag column, itself a column."""
-    if leader_B is None or order_B is None:
-        return leader_B
-    return torch.argsort(order_B)[leader_B[order_B]]
-
-
-def _take(values: Tensor, order_B: Tensor | None) -> Tensor:
-    return values if order_B is None else values[..., order_B]
 
 
 def _without(lookup: Lookup, bad_B: Tensor) -> Lookup:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism
+from lightning_dpsparse.accounting.events import DpEvent, not_private
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
 from lightning_dpsparse.engine.rows import RowGradient
 
 
@@ -20,7 +21,8 @@ class EANA(Mechanism):
     is_private: ClassVar[bool] = False
     threat_model: ClassVar[str] = "None: which rows moved tells which ids were in the data."
 
+    def event(self, noise_multiplier: float) -> DpEvent:
+        return not_private()
+
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        if clipped.rows_U.numel():
-            noise = draw(clipped.rows_U, 0)
-            yield RowGradient(clipped.rows_U, noise.add_(clipped.values_UD))
+        return noise_on_rows(clipped, draw)

@@ -50,6 +50,10 @@ class NoiseSource(Protocol):
         """
         ...
 
+    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
+        """Float64 numbers in (0, 1], with 53 bits."""
+        ...
+
 
 class FastNoise:
     """torch's native generator. On CPU about 4 ns a sample."""
@@ -68,6 +72,10 @@ class FastNoise:
         steps_R: Tensor | None = None,
     ) -> Tensor:
         return out_RD.normal_(0.0, stddev, generator=self._generator(out_RD.device, stream))
+
+    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
+        generator = self._generator(device, stream)
+        return 1.0 - torch.rand(count, dtype=torch.float64, device=device, generator=generator)
 
     def _generator(self, device: torch.device, stream: Stream) -> torch.Generator:
         generator = torch.Generator(device)
@@ -140,6 +148,13 @@ class SecureNoise:
             piece[half:] = angle.sin_().mul_(radius)[: count - half]
         return out_RD
 
+    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        cipher = Cipher(algorithms.AES(self._key.bytes_for(stream, 16)), modes.CTR(bytes(16)))
+        words = np.frombuffer(cipher.encryptor().update(bytes(8 * count)), dtype="<u8")
+        return torch.from_numpy(1.0 - unit(words)).to(device)
+
 
 class RowNoise:
     """Keyed by global row: what one rank draws, any other placement draws too."""
@@ -182,3 +197,9 @@ class RowNoise:
         radius = np.sqrt(-2.0 * np.log(1.0 - unit(mix(cell_RD))))
         angle = 2.0 * math.pi * unit(mix(cell_RD + np.uint64(1)))
         return (radius * np.cos(angle)).astype(np.float32)
+
+    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
+        """Keyed by the stream, as elsewhere: these belong to no row."""
+        k0, k1 = np.frombuffer(self._key.bytes_for(stream, 16), dtype="<u8")
+        words = mix(mix(np.arange(count, dtype=np.uint64) ^ k0) ^ k1)
+        return torch.from_numpy(1.0 - unit(words)).to(device)

@@ -69,10 +69,12 @@ def clipped_sum(examples: list[Any], clipping: Any, clip_norm: float, weighted: 
     capture = DenseCapture(dict(dense.named_parameters()))
     with capture:
         loss = dense(leaf).squeeze(1).square() * scale + (leaf * scale[:, None]).sum(1)
-    recipe = Recipe(EANA(), clipping, clip_norm, 0.0, expected_batch=7.0)
+    recipe = Recipe(
+        EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
+    )
     ranks = Ranks(size, 0, lambda tensor: None)
-    sums = clipped_sums(loss, [read], capture, recipe, ranks)
-    release(sums, [read], capture, recipe, ranks, FastNoise(RunKey.fixed(0)), 0)
+    sums = clipped_sums(loss, [read], capture, recipe, ranks, 0)
+    release(sums, [read], capture, recipe, ranks, 0)
     released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
     if not read.applied:
         released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]

@@ -1,0 +1,102 @@
+"""What a step is given: the reads of the tables, and the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.lookups import Lookup, Stack
+from lightning_dpsparse.engine.rows import RowGradient
+
+# B examples of all ranks, R rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is public about a table, wherever its rows lie."""
+
+    name: str
+    """Path of its weight in the module."""
+    num_rows: int
+    features: tuple[str, ...]
+
+    @property
+    def short_name(self) -> str:
+        """Its own name, as its configuration has it."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank's examples stand among those of all ranks, and how ranks add up."""
+
+    num_examples: int
+    first_example: int
+    sum: Callable[[Tensor], None]
+    """Add a tensor up over all ranks, in place."""
+    rank: int = 0
+    world_size: int = 1
+
+
+class Read(Protocol):
+    """What one kernel read on this rank, for the examples of all ranks."""
+
+    @property
+    def table_names(self) -> Sequence[str]: ...
+    @property
+    def corners(self) -> Sequence[tuple[int, int]]:
+        """First row and column of each table's piece here."""
+        ...
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no table's columns are spread over several pieces."""
+        ...
+
+    @property
+    def selected_R(self) -> Tensor | None:
+        """Rows that may take part, sorted, with the kernel's tables numbered through; None: all."""
+        ...
+
+    @property
+    def order_B(self) -> Tensor | None:
+        """Example of each bag column; None if columns are in the examples' order."""
+        ...
+
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The tables, by what is updated together."""
+        ...
+
+    def lookup(self) -> Lookup: ...
+    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+        """Give the fused optimizer a gradient on rows of each stack, in one call.
+
+        With `decay_later` these rows still owe this step's weight decay, which will shrink the
+        gradient too.
+        """
+        ...
+
+
+def add_up(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
+    """Add what stands at bag columns to their examples."""
+    if order_B is None:
+        total_B += values
+    else:
+        total_B.index_add_(0, order_B, values)
+
+
+def take(values: Tensor, order_B: Tensor | None) -> Tensor:
+    """Values of examples, by bag column."""
+    return values if order_B is None else values[..., order_B]
+
+
+def renumber(leader_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
+    """The leader of each bag column, itself a column."""
+    if leader_B is None or order_B is None:
+        return leader_B
+    return torch.argsort(order_B)[leader_B[order_B]]

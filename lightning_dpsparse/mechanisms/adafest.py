@@ -1,0 +1,320 @@
+"""DP-AdaFEST: noise on rows that enough examples read (Ghazi et al. 2023, arXiv:2311.08357)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from statistics import NormalDist
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.accounting.events import split_noise
+from lightning_dpsparse.engine.contributions import contributions
+from lightning_dpsparse.engine.lookups import Bags
+from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
+from lightning_dpsparse.engine.read import Read, Table, add_up, renumber, take
+from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.noise.skipping import survivors
+
+# B examples of all ranks, U distinct rows that a kernel read, R rows in a range
+
+
+def survival(threshold: float, noise_stddev: float, contribution: float = 0.0) -> float:
+    """P(contribution + N(0, noise_stddev^2) >= threshold).
+
+    (The paper's Appendix B.2 divides by the variance.)
+
+    >>> survival(4.0, 4.0), survival(4.0, 4.0, contribution=4.0)
+    (0.15865525393145707, 0.5)
+    """
+    if noise_stddev == 0:
+        return float(contribution >= threshold)
+    return 0.5 * math.erfc((threshold - contribution) / (noise_stddev * math.sqrt(2.0)))
+
+
+def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: float) -> float:
+    """The threshold that so many of `num_rows` rows pass though nobody read them.
+
+    tau = sigma1 C1 Psi^-1(false positives / rows)
+
+    >>> round(threshold_for_false_positives(100, 26_000_000, noise_stddev=4.0), 3)
+    17.892
+    """
+    if not 0 < per_step < num_rows:
+        raise ValueError(
+            f"Expected between 0 and {num_rows:,} false positives a step, found {per_step}."
+        )
+    return -noise_stddev * NormalDist().inv_cdf(per_step / num_rows)
+
+
+def threshold_for_half_survival(
+    examples: float, rows_per_example: int, map_clip_norm: float = 1.0
+) -> float:
+    """The threshold that a row passes every other time if so many examples of a batch read it.
+
+    tau = n min(1, C1 / sqrt(m)) where an example reads m rows, over all tables.
+
+    >>> round(threshold_for_half_survival(10, rows_per_example=26), 3)
+    1.961
+    """
+    return examples * min(1.0, map_clip_norm / math.sqrt(rows_per_example))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaFEST(Mechanism):
+    """Rows whose noisy number of readers passes a threshold are updated, with noise; no others.
+
+    V = sum_b clip(v_b, C1) + N(0, sigma1^2 C1^2), with v_b = 1 on every row that b reads, over all
+    tables; rows with V >= tau take part, read or not; g = sum_b clip(g_b on those rows and the
+    dense layers, C) + N(0, sigma2^2 C^2). The plan's noise multiplier is that of both together,
+    sigma^-2 = sigma1^-2 + sigma2^-2. Any fused optimizer. Set one of the first three.
+    """
+
+    threshold: float | None = None
+    """tau."""
+
+    false_positives: float | None = None
+    """Or: how many rows that nobody read may be updated in a step, as expected, over all tables
+    that have no threshold of their own."""
+
+    half_survival: float | None = None
+    """Or: how many examples of a batch must read a row for it to be updated every other time, where
+    examples have one id in every feature."""
+
+    table_thresholds: Mapping[str, float] = field(default_factory=dict)
+    """tau for tables by name (patterns as in a shell). The first match counts."""
+
+    map_clip_norm: float = 1.0
+    """C1: the most that one unit may move V. An example that reads m rows adds C1 / sqrt(m) to
+    each, or one if that is less."""
+
+    noise_ratio: float = 5.0
+    """sigma1 / sigma2: noise on V over noise on gradients. The paper found 5 to 10 best."""
+
+    is_private: ClassVar[bool] = True
+    releases_rows: ClassVar[bool] = True
+    chooses_by_batch: ClassVar[bool] = True
+    threat_model: ClassVar[str] = (
+        "The adversary sees every model on the way, after each step and with it which rows moved, "
+        "and knows all other data."
+    )
+
+    def __post_init__(self) -> None:
+        given = [self.threshold, self.false_positives, self.half_survival]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError(
+                "Expected one of threshold, false_positives and half_survival, found "
+                f"{sum(value is not None for value in given)} of them."
+            )
+        for name in ("map_clip_norm", "noise_ratio"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"Expected {name} > 0, found {getattr(self, name)}.")
+
+    def gradient_noise(self, noise_multiplier: float) -> float:
+        return split_noise(noise_multiplier, self.noise_ratio)[1]
+
+    def map_stddev(self, noise_multiplier: float) -> float:
+        """Of the noise on V: sigma1 C1."""
+        return split_noise(noise_multiplier, self.noise_ratio)[0] * self.map_clip_norm
+
+    def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
+        """The common threshold, that is."""
+        return sum(t.num_rows for t in tables if self._own_threshold(t.name) is None)
+
+    def settled(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
+        if self.threshold is not None:
+            return self
+        if self.false_positives is not None:
+            if noise_multiplier == 0:
+                raise ValueError(
+                    "Expected noise with false_positives, found noise_multiplier=0: there would be "
+                    "none. Set threshold or half_survival."
+                )
+            threshold = threshold_for_false_positives(
+                self.false_positives,
+                self.rows_that_may_pass(tables),
+                self.map_stddev(noise_multiplier),
+            )
+        else:
+            assert self.half_survival is not None
+            num_features = sum(len(table.features) for table in tables)
+            threshold = threshold_for_half_survival(
+                self.half_survival, num_features, self.map_clip_norm
+            )
+        return replace(self, threshold=threshold, false_positives=None, half_survival=None)
+
+    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
+        return noise_on_rows(clipped, draw)
+
+    def answer(self, question: Question) -> list[Answer]:
+        """Which rows pass the threshold.
+
+        Guarantees: adding or removing one unit moves V, over all tables and ranks together, by at
+        most C1 in norm. Every row gets a draw of its own, whether anybody read it or not.
+        """
+        ranks, reads = question.ranks, question.reads
+        bags = [lookup.bags for lookup in question.lookups]
+        pairs = [
+            contributions(b, renumber(question.leader_B, read.order_B), _among(b, read))
+            for b, read in zip(bags, reads)
+        ]
+        # One norm over all tables: every rank counts the rows it has, each row once.
+        count_B = torch.zeros(ranks.num_examples, device=question.device)
+        for b, read, pair in zip(bags, reads, pairs):
+            add_up(count_B, pair.square_norms(_first_columns(b, read)).float(), read.order_B)
+        ranks.sum(count_B)
+        weight_B = (self.map_clip_norm / count_B.sqrt()).clamp_max_(1.0)
+
+        return [
+            self._passing(b, read, pair.sums(take(weight_B, read.order_B)), question)
+            for b, read, pair in zip(bags, reads, pairs)
+        ]
+
+    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: Question) -> Answer:
+        """V >= tau, on rows that were read and on those that were not."""
+        row_U, layout = bags.runs.row_U, bags.layout
+        keep_U = torch.empty_like(row_U, dtype=torch.bool)
+        others = []
+        for span in self._spans(bags, read, is_by_row=question.noise.is_by_row):
+            first, stop = layout.first_row[span.tables.start], layout.first_row[span.tables.stop]
+            here, selected_R = slice(None), read.selected_R
+            if len(span.tables) < len(layout.widths):
+                here = slice(*torch.searchsorted(row_U, row_U.new_tensor([first, stop])).tolist())
+                selected_R = _between(selected_R, first, stop)
+            passes = _all_coins if question.noise.is_by_row else _few_coins
+            keep_U[here], found = passes(
+                row_U[here] - first,
+                sums_U[here],
+                stop - first,
+                None if selected_R is None else selected_R - first,
+                span,
+                self.map_stddev(question.noise_multiplier),
+                question,
+            )
+            others.append(found + first)
+        if read.selected_R is not None:
+            keep_U &= found_in(read.selected_R, row_U)
+        return Answer(keep_U, torch.cat(others) if len(others) > 1 else others[0])
+
+    def _spans(self, bags: Bags, read: Read, *, is_by_row: bool) -> list[_Span]:
+        """Neighbouring tables with one threshold, which share a stream of draws.
+
+        The pieces of a table that is cut by columns must draw alike, so it has a stream of its own,
+        named as if it began at its first column.
+        """
+        num_tables = len(bags.layout.widths)
+        if read.has_whole_rows and not self.table_thresholds and not is_by_row:
+            tables = [range(num_tables)]
+        else:
+            tables = [range(t, t + 1) for t in range(num_tables)]
+        names = [bags.layout.stack(span).namesake for span in tables]
+        return [
+            _Span(
+                span,
+                read.table_names[name],
+                (read.corners[name][0], 0),
+                self._threshold_of(read.table_names[name]),
+            )
+            for span, name in zip(tables, names)
+        ]
+
+    def _threshold_of(self, path: str) -> float:
+        own = self._own_threshold(path)
+        assert self.threshold is not None
+        return self.threshold if own is None else own
+
+    def _own_threshold(self, path: str) -> float | None:
+        """The table's own name, or the path of its weight, may match a pattern."""
+        name = path.removesuffix(".weight").rpartition(".")[2]
+        for pattern, threshold in self.table_thresholds.items():
+            if fnmatchcase(name, pattern) or fnmatchcase(path, pattern):
+                return threshold
+        return None
+
+
+@dataclass(frozen=True)
+class _Span:
+    tables: range
+    name: str
+    corner: tuple[int, int]
+    threshold: float
+
+    def stream(self, purpose: str, step: int, part: int = 0) -> Stream:
+        return Stream(purpose, self.name, step, self.corner, part)
+
+
+def _few_coins(
+    row_U: Tensor,
+    sums_U: Tensor,
+    num_rows: int,
+    selected_R: Tensor | None,
+    span: _Span,
+    stddev: float,
+    question: Question,
+) -> tuple[Tensor, Tensor]:
+    """A draw for every row that was read; skips from survivor to survivor among the others."""
+    noise, step = question.noise, question.step
+    noisy_U1 = sums_U[:, None].clone()
+    if stddev:
+        drawn = noise.fill_(torch.empty_like(noisy_U1), span.stream("map", step), stddev)
+        noisy_U1 += drawn
+    keep_U = (noisy_U1 >= span.threshold).squeeze(1)
+
+    def uniform(count: int, part: int) -> Tensor:
+        return noise.uniform(count, span.stream("survivors", step, part), row_U.device)
+
+    # Coins are tossed for all rows, and those of rows that had a draw of their own are dropped.
+    count = num_rows if selected_R is None else selected_R.numel()
+    rows_V = survivors(count, survival(span.threshold, stddev), uniform)
+    rows_V = rows_V if selected_R is None else selected_R[rows_V]
+    return keep_U, rows_V[~found_in(row_U, rows_V)]
+
+
+def _all_coins(
+    row_U: Tensor,
+    sums_U: Tensor,
+    num_rows: int,
+    selected_R: Tensor | None,
+    span: _Span,
+    stddev: float,
+    question: Question,
+) -> tuple[Tensor, Tensor]:
+    """A draw for every row, for sources whose draws belong to rows. As slow as it sounds."""
+    noisy_R = sums_U.new_zeros(num_rows, 1)
+    question.noise.fill_(noisy_R, span.stream("map", question.step), stddev)
+    noisy_R[row_U, 0] += sums_U
+    passes_R = (noisy_R >= span.threshold).squeeze(1)
+    keep_U = passes_R[row_U]
+    passes_R[row_U] = False
+    rows_V = passes_R.nonzero().squeeze(1)
+    return keep_U, rows_V if selected_R is None else rows_V[found_in(selected_R, rows_V)]
+
+
+def _among(bags: Bags, read: Read) -> Tensor | None:
+    return None if read.selected_R is None else found_in(read.selected_R, bags.runs.row_U)
+
+
+def _first_columns(bags: Bags, read: Read) -> Tensor | None:
+    """Rows that are counted here: of a table that is cut by columns, only the first piece counts.
+
+    None is all.
+    """
+    counts_T = [column == 0 for _, column in read.corners]
+    if all(counts_T):
+        return None
+    row_U = bags.runs.row_U
+    starts = row_U.new_tensor(bags.layout.first_row[1:])
+    table_U = torch.bucketize(row_U, starts, right=True)
+    return torch.tensor(counts_T, device=row_U.device)[table_U]
+
+
+def _between(sorted_R: Tensor | None, first: int, stop: int) -> Tensor | None:
+    if sorted_R is None:
+        return None
+    ends = torch.searchsorted(sorted_R, sorted_R.new_tensor([first, stop])).tolist()
+    return sorted_R[ends[0] : ends[1]]

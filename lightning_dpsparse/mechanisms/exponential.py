@@ -1,0 +1,167 @@
+"""Exponential selection: the rows with the largest gradients, chosen with Gumbel noise.
+
+Zhang, Mironov and Hejazinia 2021, Wide Network Learning with Differential Privacy
+(arXiv:2103.01294): the baseline of Ghazi et al. 2023, Figures 3 and 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.accounting.events import (
+    DpEvent,
+    composed,
+    exponential,
+    gaussian,
+    split_noise,
+)
+from lightning_dpsparse.engine.contributions import pair_norms
+from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
+from lightning_dpsparse.engine.read import Read, renumber
+from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.noise.keys import Stream
+
+# U distinct rows that a kernel read, V rows that nobody read, k rows that are chosen, W ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentialSelection(Mechanism):
+    """k rows of all tables are updated in a step, with noise; no others.
+
+    score_r = sum_b min(||g_b on row r||, Delta); the k largest of score_r + Gumbel(Delta / e0) take
+    part. That is k choices by the exponential mechanism one after the other, each of range e0: a
+    unit raises every score, none by more than Delta. Then as AdaFEST. The budget is split as if the
+    choices were a Gaussian query: with noise multiplier sigma1 = ratio sigma2 on its side,
+    e0 = 2 / (sigma1 sqrt(k)). What is charged are the choices themselves.
+    """
+
+    num_rows: int
+    """k: rows that are updated in a step."""
+
+    noise_ratio: float = 1.0
+    """sigma1 / sigma2: more gives the choices less of the budget, and the gradients more."""
+
+    score_clip: float = 1.0
+    """Delta: the most that a unit may add to a row's score."""
+
+    is_private: ClassVar[bool] = True
+    releases_rows: ClassVar[bool] = True
+    chooses_by_batch: ClassVar[bool] = True
+    needs_whole_rows: ClassVar[bool] = True
+    threat_model: ClassVar[str] = (
+        "The adversary sees every model on the way, after each step and with it which rows moved, "
+        "and knows all other data."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "noise_ratio", "score_clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"Expected {name} > 0, found {getattr(self, name)}.")
+
+    def epsilon_per_row(self, noise_multiplier: float) -> float:
+        """epsilon0. In zCDP k choices of range e cost k e^2 / 8, and a Gaussian 1 / (2 sigma^2)."""
+        return 2.0 / (split_noise(noise_multiplier, self.noise_ratio)[0] * math.sqrt(self.num_rows))
+
+    def gradient_noise(self, noise_multiplier: float) -> float:
+        return split_noise(noise_multiplier, self.noise_ratio)[1]
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """Both see the same sample: one event."""
+        if noise_multiplier == 0:
+            return gaussian(0.0)
+        choice = exponential(self.epsilon_per_row(noise_multiplier))
+        noisy_sum = gaussian(self.gradient_noise(noise_multiplier))
+        return composed([(choice, self.num_rows), (noisy_sum, 1)])
+
+    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
+        return noise_on_rows(clipped, draw)
+
+    def answer(self, question: Question) -> list[Answer]:
+        """The k rows with the largest noisy scores, over all tables and ranks."""
+        drawn = [
+            self._noisy_scores(read, lookup, question)
+            for read, lookup in zip(question.reads, question.lookups)
+        ]
+        nothing = torch.empty(0, dtype=torch.float64, device=question.device)
+        mine = torch.cat([nothing, *(score for d in drawn for score in (d.score_U, d.score_V))])
+        ranks, k = question.ranks, self.num_rows
+        best_WK = mine.new_full((ranks.world_size, k), 0.0)
+        best = mine.topk(min(k, mine.numel())).values
+        best_WK[ranks.rank] = -torch.inf
+        best_WK[ranks.rank, : best.numel()] = best
+        ranks.sum(best_WK)
+        least = best_WK.flatten().topk(k).values[-1]
+        return [
+            Answer(d.score_U >= least, d.row_V[d.score_V >= least].sort().values) for d in drawn
+        ]
+
+    def _noisy_scores(self, read: Read, lookup: Lookup, question: Question) -> _Scores:
+        """Of the rows that were read, and of the k that come out largest among all others."""
+        row_U, layout = lookup.bags.runs.row_U, lookup.layout
+        pairs = pair_norms(lookup, renumber(question.leader_B, read.order_B))
+        bounded_P = pairs.norm_P.nan_to_num_(self.score_clip).clamp_max_(self.score_clip).double()
+        score_U = bounded_P.new_zeros(row_U.numel()).index_add_(0, pairs.position_P, bounded_P)
+
+        name = layout.stack(range(len(layout.widths))).namesake
+
+        def uniform(count: int, what: str, part: int = 0) -> Tensor:
+            stream = Stream(what, read.table_names[name], question.step, read.corners[name], part)
+            return question.noise.uniform(count, stream, row_U.device)
+
+        scale = 0.0
+        if question.noise_multiplier:
+            scale = self.score_clip / self.epsilon_per_row(question.noise_multiplier)
+        score_U -= scale * (-uniform(row_U.numel(), "scores").log()).log_()
+        # Rows that nobody read score zero, and have all the same noise: its largest values have a
+        # closed form, and fall on rows at random.
+        num_others = layout.first_row[-1] - row_U.numel()
+        count = min(self.num_rows, num_others) if scale else 0
+        score_V = scale * _largest_gumbels(num_others, uniform(count, "other scores"))
+        at_V = _distinct(num_others, count, lambda size, part: uniform(size, "other rows", part))
+        return _Scores(score_U, score_V, _not_among(row_U, at_V))
+
+
+@dataclass(frozen=True)
+class _Scores:
+    score_U: Tensor
+    score_V: Tensor
+    row_V: Tensor
+
+
+def _largest_gumbels(total: int, uniform_K: Tensor) -> Tensor:
+    """The largest of `total` standard Gumbel draws, in decreasing order.
+
+    For uniforms U, -log of the j-th largest is a sum of E_i / (total - i) with E_i ~ Exp(1), and a
+    Gumbel is -log(-log U).
+    """
+    left_K = total - torch.arange(uniform_K.numel(), device=uniform_K.device)
+    return -(-uniform_K.log() / left_K).cumsum(0).log_()
+
+
+def _distinct(total: int, count: int, uniform: Callable[[int, int], Tensor]) -> Tensor:
+    """`count` of the numbers below `total`, none twice, in random order."""
+    if total <= 4 * count:
+        return uniform(total, 0).argsort()[:count]
+    drawn, part = uniform(0, 0).long(), 0
+    while True:
+        fresh = ((1.0 - uniform(count + 16, part)) * total).long()
+        drawn, part = torch.cat([drawn, fresh]), part + 1
+        value, order = torch.sort(drawn, stable=True)
+        is_first = torch.ones_like(value, dtype=torch.bool)
+        is_first[1:] = value[1:] != value[:-1]
+        places = order[is_first].sort().values  # first sights only, in the order of drawing
+        if places.numel() >= count:
+            return drawn[places[:count]]
+
+
+def _not_among(row_U: Tensor, at_V: Tensor) -> Tensor:
+    """The row at each place when the rows `row_U` are left out."""
+    gap_U = row_U - torch.arange(row_U.numel(), device=row_U.device)
+    return at_V + torch.searchsorted(gap_U, at_V, right=True)

@@ -1,0 +1,68 @@
+"""DP-FEST and DP-AdaFEST+: training on rows that were selected by frequency.
+
+Ghazi et al. 2023 (arXiv:2311.08357), sections 3.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
+from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.mechanisms.adafest import AdaFEST
+from lightning_dpsparse.mechanisms.selection import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class FEST(Mechanism):
+    """DP-SGD on the selected rows: all of them get noise in every step, and no others move.
+
+    The selection is a release of its own, charged beside the steps. Any fused optimizer.
+    """
+
+    selection: Selection
+    """Which rows."""
+
+    is_private: ClassVar[bool] = True
+    releases_rows: ClassVar[bool] = True
+    threat_model: ClassVar[str] = (
+        "The adversary sees the selected rows and every model on the way, after each step, and "
+        "knows all other data."
+    )
+
+    def answer(self, question: Question) -> list[Answer]:
+        """All selected rows, whoever reads them."""
+        answers = []
+        for read, lookup in zip(question.reads, question.lookups):
+            row_U, selected_R = lookup.bags.runs.row_U, read.selected_R
+            assert selected_R is not None
+            others_V = selected_R[~found_in(row_U, selected_R)]
+            answers.append(Answer(found_in(selected_R, row_U), others_V))
+        return answers
+
+    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
+        return noise_on_rows(clipped, draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaFESTPlus(AdaFEST):
+    """AdaFEST among the rows that FEST selects: an example counts for, and moves, only those."""
+
+    selection: Selection
+    """Which rows may pass the threshold."""
+
+    threat_model: ClassVar[str] = (
+        "The adversary sees the selected rows and every model on the way, after each step and with "
+        "it which rows moved, and knows all other data."
+    )
+
+    def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
+        return self.selection.num_rows(tables)
+
+
+def selection_of(mechanism: Mechanism) -> Selection | None:
+    """How its rows are selected before training; None if all may take part."""
+    return mechanism.selection if isinstance(mechanism, (FEST, AdaFESTPlus)) else None

@@ -1,0 +1,263 @@
+"""Rows chosen once, by how often their ids occur: from public counts, or from noisy ones."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.accounting.events import DpEvent, composed, gaussian, gumbel
+from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.noise.sources import NoiseSource
+
+# R rows of a table: its whole public range of ids, whether they occur or not
+
+
+class Frequencies(ABC):
+    """Where counts of ids come from."""
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the training data is counted, which must be paid for."""
+        return True
+
+    @property
+    def trusted(self) -> str | None:
+        """For the report: what is taken to be public, if anything is."""
+        return None
+
+    @abstractmethod
+    def event(self, tables: Sequence[Table]) -> DpEvent | None:
+        """What one release of all counts costs; None is nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicFrequencies(Frequencies):
+    """Counts from a file. The report names it: nobody can check that it is public."""
+
+    path: str
+    """An .npz file with an array for every table, under its name: a count for every row."""
+
+    @property
+    def reads_data(self) -> bool:
+        return False
+
+    @property
+    def trusted(self) -> str:
+        return f"The frequencies in {self.path}, by which rows were selected: taken to be public."
+
+    def event(self, tables: Sequence[Table]) -> None:
+        return None
+
+    def scores(self, tables: Sequence[Table]) -> dict[str, Tensor]:
+        path = Path(self.path)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"Expected public frequencies in {self.path!r}, found no such file. Write one with "
+                "numpy.savez: an array of counts for every table, under its name."
+            )
+        with np.load(path) as arrays:
+            found = {t.name: arrays[t.short_name] for t in tables if t.short_name in arrays}
+        for table in tables:
+            if table.name not in found or found[table.name].shape != (table.num_rows,):
+                shape = found[table.name].shape if table.name in found else "nothing"
+                raise ValueError(
+                    f"Expected {table.num_rows:,} counts for table {table.short_name!r} in "
+                    f"{self.path!r}, found {shape}."
+                )
+        return {name: torch.from_numpy(counts.astype(np.float64)) for name, counts in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram(Frequencies):
+    """Counts of the training data with noise on every row of every table.
+
+    An example counts once for every row that it reads, whatever features lead there, with at most
+    m_f distinct ids of a bag of feature f: so it moves at most sum_f m_f counts, each by one.
+    """
+
+    max_ids_per_bag: int = 1
+    """m_f: distinct ids of one bag that are counted. Further ones are left out."""
+
+    max_ids_of: Mapping[str, int] = field(default_factory=dict)
+    """m_f for features by name, where it differs."""
+
+    def __post_init__(self) -> None:
+        if min([self.max_ids_per_bag, *self.max_ids_of.values()]) < 1:
+            raise ValueError("Expected at least one id of a bag to be counted, found fewer.")
+
+    def most_ids(self, feature: str) -> int:
+        return self.max_ids_of.get(feature, self.max_ids_per_bag)
+
+    def counts_per_example(self, tables: Sequence[Table]) -> int:
+        """sum_f m_f: how many counts one example may move by one."""
+        return sum(self.most_ids(feature) for table in tables for feature in table.features)
+
+    @abstractmethod
+    def noisy(
+        self,
+        counts: Mapping[str, Tensor],
+        tables: Sequence[Table],
+        examples_per_unit: int,
+        source: NoiseSource,
+        release: int,
+    ) -> dict[str, Tensor]:
+        """The counts of all rows, with noise. `release` names the draws: new every time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyHistogram(Histogram):
+    """Gaussian noise of standard deviation noise_multiplier * k * sqrt(sum_f m_f).
+
+    k is the most examples that a unit has. However many rows are then selected costs no more.
+    """
+
+    noise_multiplier: float = 50.0
+    """Over the most that a unit may move the counts, in norm."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.noise_multiplier < math.inf:
+            raise ValueError(f"Expected noise_multiplier > 0, found {self.noise_multiplier}.")
+
+    def event(self, tables: Sequence[Table]) -> DpEvent:
+        return gaussian(self.noise_multiplier)
+
+    def stddev(self, tables: Sequence[Table], examples_per_unit: int) -> float:
+        norm = examples_per_unit * math.sqrt(self.counts_per_example(tables))
+        return self.noise_multiplier * norm
+
+    def noisy(
+        self,
+        counts: Mapping[str, Tensor],
+        tables: Sequence[Table],
+        examples_per_unit: int,
+        source: NoiseSource,
+        release: int,
+    ) -> dict[str, Tensor]:
+        stddev = self.stddev(tables, examples_per_unit)
+        noisy = {}
+        for table in tables:
+            drawn_R1 = torch.empty(table.num_rows, 1, device=counts[table.name].device)
+            source.fill_(drawn_R1, Stream("selection", table.name, release), stddev)
+            noisy[table.name] = counts[table.name] + drawn_R1[:, 0].double()
+        return noisy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GumbelHistogram(Histogram):
+    """Gumbel noise of scale 1 / epsilon, as in the paper, at its true cost.
+
+    Whose count moves by one has a loss of -e + (exp(e) - 1) E or e - (1 - exp(-e)) E with
+    E ~ Exp(1), for any number of selected rows, and an example moves sum_f m_f counts.
+    """
+
+    epsilon: float = 0.01
+    """One over the scale. Not what the release costs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.epsilon < math.inf:
+            raise ValueError(f"Expected epsilon > 0, found {self.epsilon}.")
+
+    def event(self, tables: Sequence[Table]) -> DpEvent:
+        return composed([(gumbel(self.epsilon), self.counts_per_example(tables))])
+
+    def noisy(
+        self,
+        counts: Mapping[str, Tensor],
+        tables: Sequence[Table],
+        examples_per_unit: int,
+        source: NoiseSource,
+        release: int,
+    ) -> dict[str, Tensor]:
+        assert examples_per_unit == 1  # the plan refuses users
+        noisy = {}
+        for table in tables:
+            stream, count = Stream("selection", table.name, release), counts[table.name]
+            u = source.uniform(table.num_rows, stream, count.device)
+            noisy[table.name] = count - (-u.log()).log_() / self.epsilon
+        return noisy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The rows that training may touch: those with the largest counts."""
+
+    frequencies: Frequencies
+    """PublicFrequencies, NoisyHistogram or GumbelHistogram."""
+
+    rows_per_table: int | None = None
+    """How many of each table. Smaller tables are taken whole."""
+
+    rows_in_total: int | None = None
+    """Or: how many of all tables together, whichever they are in."""
+
+    unselected: Literal["frozen", "out_of_vocabulary"] = "frozen"
+    """Ids of other rows read those rows' initial values, which no data has touched; or they read
+    one row of their table that stands for all of them, and learns."""
+
+    out_of_vocabulary_row: int = 0
+    """That row. It is always selected, beside the others."""
+
+    renew: bool = False
+    """With by_day: count every period before training on it, and select by the sum so far."""
+
+    def __post_init__(self) -> None:
+        given = [self.rows_per_table, self.rows_in_total]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError(
+                "Expected one of rows_per_table and rows_in_total, found "
+                f"{'neither' if given[0] is None else 'both'}."
+            )
+        if self.unselected not in ("frozen", "out_of_vocabulary"):
+            raise ValueError(
+                f"Expected unselected 'frozen' or 'out_of_vocabulary', found {self.unselected!r}."
+            )
+        if min(value for value in given if value is not None) < 1:
+            raise ValueError("Expected at least one row to be selected, found fewer.")
+        if self.renew and not self.frequencies.reads_data:
+            raise ValueError(
+                "Expected counts of the data with renew=True, found public ones: there is nothing "
+                "to renew. Leave renew out."
+            )
+
+    @property
+    def maps_to_one_row(self) -> bool:
+        return self.unselected == "out_of_vocabulary"
+
+    def num_rows(self, tables: Sequence[Table]) -> int:
+        """How many rows will be selected, the out-of-vocabulary ones aside."""
+        if self.rows_per_table is not None:
+            return sum(min(self.rows_per_table, table.num_rows) for table in tables)
+        assert self.rows_in_total is not None
+        return min(self.rows_in_total, sum(table.num_rows for table in tables))
+
+    def largest(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The selected rows of every table, sorted. A function of the scores alone."""
+        if self.rows_per_table is not None:
+            rows = {
+                name: score_R.topk(min(self.rows_per_table, len(score_R)), sorted=False).indices
+                for name, score_R in scores.items()
+            }
+        else:
+            assert self.rows_in_total is not None
+            sizes = [len(score_R) for score_R in scores.values()]
+            is_selected = torch.zeros(sum(sizes), dtype=torch.bool)
+            most = min(self.rows_in_total, sum(sizes))
+            joined = torch.cat([score_R.cpu() for score_R in scores.values()])
+            is_selected[joined.topk(most, sorted=False).indices] = True
+            parts = is_selected.split(sizes)
+            rows = {name: part.nonzero().squeeze(1) for name, part in zip(scores, parts)}
+        if self.maps_to_one_row:
+            extra = {name: r.new_tensor([self.out_of_vocabulary_row]) for name, r in rows.items()}
+            rows = {name: torch.cat([r, extra[name]]).unique() for name, r in rows.items()}
+        return {name: r.sort().values for name, r in rows.items()}

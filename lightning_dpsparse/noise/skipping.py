@@ -1,0 +1,36 @@
+"""Coins of one bias for very many rows, at the price of the few that come up heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def survivors(num_rows: int, probability: float, uniform: Callable[[int, int], Tensor]) -> Tensor:
+    """The rows that come up, each independently with the same probability, in increasing order.
+
+    From one survivor to the next lies a geometric gap, P(gap > g) = (1 - p)^g with gap >= 1, drawn
+    as 1 + floor(log(u) / log(1 - p)). Float64 throughout: in float32 a p of 1e-8 is lost.
+
+    Guarantees: time and memory are those of the survivors, whatever the number of rows.
+    Reference: Ghazi et al. 2023, Appendix B.2 (arXiv:2311.08357).
+
+    Args:
+        uniform: uniform(count, part) gives fresh float64 numbers in (0, 1].
+    """
+    if num_rows == 0 or probability <= 0.0:
+        return uniform(0, 0).long()
+    pieces, last, part = [], -1, 0
+    while last < num_rows - 1:
+        expected = (num_rows - 1 - last) * probability
+        count = math.ceil(expected + 4.0 * math.sqrt(expected)) + 4
+        u = uniform(count, part)
+        skipped = (u.log() / math.log1p(-probability) if probability < 1.0 else u * 0.0).floor_()
+        rows = (skipped.clamp_max_(num_rows).long() + 1).cumsum(0) + last
+        pieces.append(rows)
+        last, part = int(rows[-1]), part + 1
+    found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return found[found < num_rows]
