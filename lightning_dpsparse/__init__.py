@@ -15,9 +15,18 @@ from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
     from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
+    from lightning_dpsparse.mechanisms.adafest import AdaFEST
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
     from lightning_dpsparse.mechanisms.eana import EANA
+    from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
+    from lightning_dpsparse.mechanisms.fest import FEST, AdaFESTPlus
     from lightning_dpsparse.mechanisms.lazydp import LazyDP
+    from lightning_dpsparse.mechanisms.selection import (
+        GumbelHistogram,
+        NoisyHistogram,
+        PublicFrequencies,
+        Selection,
+    )
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
@@ -25,6 +34,14 @@ if TYPE_CHECKING:
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
 
 _HOME = {
+    "AdaFEST": "lightning_dpsparse.mechanisms.adafest",
+    "AdaFESTPlus": "lightning_dpsparse.mechanisms.fest",
+    "ExponentialSelection": "lightning_dpsparse.mechanisms.exponential",
+    "FEST": "lightning_dpsparse.mechanisms.fest",
+    "GumbelHistogram": "lightning_dpsparse.mechanisms.selection",
+    "NoisyHistogram": "lightning_dpsparse.mechanisms.selection",
+    "PublicFrequencies": "lightning_dpsparse.mechanisms.selection",
+    "Selection": "lightning_dpsparse.mechanisms.selection",
     "AutomaticClipping": "lightning_dpsparse.engine.clipping",
     "DPSGD": "lightning_dpsparse.mechanisms.dpsgd",
     "EANA": "lightning_dpsparse.mechanisms.eana",
@@ -45,17 +62,25 @@ _HOME = {
 __all__ = [
     "DPSGD",
     "EANA",
+    "FEST",
+    "AdaFEST",
+    "AdaFESTPlus",
     "AutomaticClipping",
     "DPSparseStrategy",
+    "ExponentialSelection",
     "FlatClipping",
     "FusedOptimizer",
     "GroupClipping",
+    "GumbelHistogram",
     "LazyDP",
+    "NoisyHistogram",
     "Placement",
     "PredictionWriter",
     "PrivacyMonitor",
     "PrivacyPlan",
     "PrivacyReport",
+    "PublicFrequencies",
+    "Selection",
     "TablePlacement",
     "Users",
     "__version__",

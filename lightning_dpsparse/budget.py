@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_dpsparse.accounting.calibration import most_steps
 from lightning_dpsparse.accounting.ledger import Journal, Ledger
 from lightning_dpsparse.accounting.losses import COARSE, FINE
-from lightning_dpsparse.plan import RunPlan
+from lightning_dpsparse.run_plan import RunPlan
 
 GRID_POINTS = 16
 AHEAD = 16

@@ -13,6 +13,8 @@ from lightning_dpsparse import report
 
 _MECHANISMS = ("dpsgd", "lazydp", "adafest")
 _TIMES = (0.25, 1, 4, 16, 64)
+_EXAMPLES = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Readers of a row in one batch, for a table of thresholds."""
 _DELTAS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
 
 
@@ -103,6 +105,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--mechanism", choices=_MECHANISMS, default="dpsgd", help="default: %(default)s")
     ratio = "adafest: noise on the contribution map over noise on gradients (default: 5)"
     add("--noise-ratio", type=float, default=5.0, metavar="R", help=ratio)
+    add("--rows", type=int, help="adafest: rows of all tables, to see what thresholds do")
+    add("--features", type=int, default=26, help="adafest: rows that an example reads")
+    add("--map-clip-norm", type=float, default=1.0, metavar="C1", help="adafest: default 1")
     add("--max-batch", type=int, help="batches are cut to this size")
     users = "protect users, who have at most K of the examples"
     add("--examples-per-user", type=int, metavar="K", help=users)
@@ -131,6 +136,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[s
         "max_batch": options.max_batch,
         "per_user": options.examples_per_user,
         "ratio": options.noise_ratio if options.mechanism == "adafest" else None,
+        "rows": options.rows if options.mechanism == "adafest" else None,
+        "features": options.features,
+        "map_clip_norm": options.map_clip_norm,
     }
 
 
@@ -156,13 +164,27 @@ def _noise(run: dict[str, Any], epsilon: float, **search: float) -> float:
     )
 
 
-def _split(run: dict[str, Any], noise_multiplier: float) -> dict[str, float]:
+def _split(run: dict[str, Any], noise_multiplier: float) -> dict[str, Any]:
     if run["ratio"] is None:
         return {}
     from lightning_dpsparse.accounting.events import split_noise
 
     first, second = split_noise(noise_multiplier, run["ratio"])
-    return {"contribution_noise_multiplier": first, "gradient_noise_multiplier": second}
+    found = {"contribution_noise_multiplier": first, "gradient_noise_multiplier": second}
+    return found | ({} if run["rows"] is None else {"thresholds": _thresholds(run, first)})
+
+
+def _thresholds(run: dict[str, Any], noise_multiplier: float) -> list[dict[str, float]]:
+    """What a row needs to pass a threshold, and how many pass without it."""
+    from lightning_dpsparse.mechanisms.adafest import survival, threshold_for_half_survival
+
+    stddev = noise_multiplier * run["map_clip_norm"]
+    rows = []
+    for examples in _EXAMPLES:
+        threshold = threshold_for_half_survival(examples, run["features"], run["map_clip_norm"])
+        false = run["rows"] * survival(threshold, stddev)
+        rows.append({"threshold": threshold, "half_survival": examples, "false_positives": false})
+    return rows
 
 
 def _calibrated(run: dict[str, Any], epsilon: float) -> dict[str, Any]:
@@ -243,10 +265,23 @@ def _account_text(answer: dict[str, Any]) -> str:
 def _split_lines(answer: dict[str, Any]) -> Sequence[str]:
     if "gradient_noise_multiplier" not in answer:
         return ()
-    return (
+    lines = [
         f"  on the contribution map {answer['contribution_noise_multiplier']:.4f}",
         f"  on gradients {answer['gradient_noise_multiplier']:.4f}",
-    )
+    ]
+    if "thresholds" in answer:
+        lines += [
+            "",
+            "A row that so many examples of a batch read passes the threshold every other time; so",
+            "many rows that nobody read pass it in a step, as expected:",
+            "  threshold   half_survival   false_positives",
+        ]
+        lines += [
+            f"  {r['threshold']:9.4g}   {r['half_survival']:13,}   {r['false_positives']:15,.4g}"
+            for r in answer["thresholds"]
+        ]
+        lines.append("")
+    return lines
 
 
 def _report_text(facts: dict[str, Any], folder: Path) -> str:

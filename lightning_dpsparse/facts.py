@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +13,8 @@ from lightning_dpsparse.accounting.calibration import epsilons_of, rdp_epsilon_o
 from lightning_dpsparse.accounting.events import describe
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.accounting.losses import COARSE
-from lightning_dpsparse.plan import RunPlan, Users
+from lightning_dpsparse.plan import Users
+from lightning_dpsparse.run_plan import RunPlan
 
 _PACKAGES = ("lightning-dpsparse", "torch", "torchrec", "fbgemm-gpu", "lightning", "dp-accounting")
 _POINTS = 12  # of the plot
@@ -88,7 +89,9 @@ def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
         "clipping": type(plan.clipping).__name__,
         "clip_norm": _finite(plan.clip_norm),
         "noise_multiplier": run.noise_multiplier,
-        "noise_stddev": _finite(run.noise_multiplier * plan.clip_norm)
+        "noise_stddev": _finite(
+            plan.mechanism.gradient_noise(run.noise_multiplier) * plan.clip_norm
+        )
         if run.noise_multiplier
         else 0.0,
         "noise_source": plan.noise_source,
@@ -132,10 +135,18 @@ def _sampling(run: RunPlan) -> str:
     return f"Poisson samples of {what}{days}, drawn from the run's secret key"
 
 
-def _settings(mechanism: Any) -> dict[str, Any]:
+def _settings(mechanism: Any, prefix: str = "") -> dict[str, Any]:
+    """Of the mechanism and what it is made of, as plain values by name."""
     if not is_dataclass(mechanism):
         return {}
-    return {field.name: getattr(mechanism, field.name) for field in fields(mechanism)}
+    found: dict[str, Any] = {}
+    for field in fields(mechanism):
+        name, value = f"{prefix}{field.name}", getattr(mechanism, field.name)
+        if is_dataclass(value):
+            found |= {name: type(value).__name__, **_settings(value, f"{name}.")}
+        elif value is not None and value != {}:
+            found[name] = dict(value) if isinstance(value, Mapping) else value
+    return found
 
 
 def _worst(ledger: Ledger, deltas: Sequence[float]) -> list[float]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from lightning_dpsparse.accounting import events
-from lightning_dpsparse.accounting.calibration import calibrate, default_delta
 from lightning_dpsparse.accounting.events import DpEvent
-from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
+from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.mechanisms.selection import GumbelHistogram
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from lightning_dpsparse.sampling.poisson import Phase
@@ -80,6 +79,9 @@ class PrivacyPlan:
     """Train on one day after the other (`dataset.day_starts`). Where a unit lives in one day, the
     cost is the largest day's, not the sum."""
 
+    days_per_period: int = 1
+    """With by_day: how many days are trained on together, one such period after the other."""
+
     expected_batch_size: int | None = None
     """What sums are divided by: a constant. By default the loader's batch size times the ranks."""
 
@@ -106,6 +108,11 @@ class PrivacyPlan:
             raise ValueError(
                 f"Expected expected_batch_size >= 1, found {self.expected_batch_size}."
             )
+        if self.days_per_period < 1 or (self.days_per_period > 1 and not self.by_day):
+            raise ValueError(
+                f"Expected days_per_period >= 1, and by_day with more than one, found "
+                f"{self.days_per_period} with by_day={self.by_day}."
+            )
         if self.max_batch_size is not None and self.max_batch_size < 1:
             raise ValueError(f"Expected max_batch_size >= 1, found {self.max_batch_size}.")
         if self.sampling != "poisson" and (
@@ -115,10 +122,38 @@ class PrivacyPlan:
                 f"Expected sampling='poisson' with max_batch_size, by_day or users, found "
                 f"{self.sampling!r}."
             )
+        self._check_mechanism()
         if self.max_batch_size is not None and self._counts_examples_of_users:
             raise ValueError(
                 "Expected no max_batch_size where users' examples are drawn one by one: there is "
                 "no event for it. Draw whole users."
+            )
+
+    def _check_mechanism(self) -> None:
+        name, selection = type(self.mechanism).__name__, selection_of(self.mechanism)
+        special = self.max_batch_size is not None or self._counts_examples_of_users
+        if special and not events.is_gaussian(self.mechanism.event(1.0)):
+            raise ValueError(
+                f"Expected plain Poisson samples with {name}, found max_batch_size or users whose "
+                "examples are drawn one by one: there is no event for both. Leave max_batch_size "
+                "out, or draw whole users."
+            )
+        if selection is None or not selection.frequencies.reads_data:
+            return
+        if selection.renew and not self.by_day:
+            raise ValueError(
+                f"Expected by_day=True where {name} renews its selection, found False: there are "
+                "no periods to renew it for."
+            )
+        if self.sampling == "unamplified":
+            raise ValueError(
+                f"Expected a data set that can be read in order where {name} counts ids, found "
+                "sampling='unamplified'. Use sampling='poisson', or PublicFrequencies."
+            )
+        if isinstance(selection.frequencies, GumbelHistogram) and isinstance(self.unit, Users):
+            raise ValueError(
+                "Expected unit='example' with GumbelHistogram, found users: what it costs when a "
+                "count moves by more than one is not known. Use NoisyHistogram."
             )
 
     def _check_noise(self) -> None:
@@ -174,10 +209,11 @@ class PrivacyPlan:
 
     def event(self, phase: Phase, noise_multiplier: float) -> DpEvent:
         """What one step of a phase (one pass, in fixed order) costs."""
+        step = self.mechanism.event(noise_multiplier)
         if not self.mechanism.is_private or self.fixed_key is not None:
             return events.not_private()
         if self.sampling != "poisson":
-            return events.gaussian(noise_multiplier)
+            return step
         if isinstance(self.unit, Users) and self.unit.drawn == "examples":
             return events.poisson_examples_of_user(
                 self.unit.max_examples, phase.rate, noise_multiplier
@@ -186,7 +222,7 @@ class PrivacyPlan:
             return events.truncated_poisson_gaussian(
                 phase.count, phase.rate, self.max_batch_size, noise_multiplier
             )
-        return events.poisson_gaussian(phase.rate, noise_multiplier)
+        return events.poisson(phase.rate, step)
 
     def make_key(self) -> RunKey:
         return RunKey() if self.fixed_key is None else RunKey.fixed(self.fixed_key)
@@ -204,122 +240,3 @@ class PrivacyPlan:
         if self.fixed_key is not None:
             found.append("Fixed noise key: not private.")
         return found
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A plan that met its data: everything that sampler, step and accountant go by."""
-
-    plan: PrivacyPlan
-    phases: tuple[Phase, ...]
-    num_units: int | None
-    """How many units are protected, where that is known. Taken to be public."""
-    expected_batch: float
-    delta: float
-    noise_multiplier: float
-    steps_per_pass: int | None = None
-    """In fixed order, how many steps the data once through takes."""
-    planned_steps: int | None = None
-
-    def charge(self, ledger: Ledger, first_step: int, steps: int) -> None:
-        """Enter `steps` steps from `first_step` of the schedule on."""
-        for event, partition, count, times in self._charges(first_step, steps):
-            ledger.charge(event, partition, steps=count, times=times)
-
-    def _charges(
-        self, first_step: int, steps: int
-    ) -> Iterator[tuple[DpEvent, str | None, int, int]]:
-        """Event, part of the data, steps, and how often they cost it."""
-        begin, last = 0, first_step + steps
-        for phase, event in zip(self.phases, self._events):
-            end = last if phase.steps is None else begin + phase.steps
-            first, stop = max(begin, first_step), min(end, last)
-            if stop > first:
-                times = stop - first
-                if self.steps_per_pass is not None:  # passes that begin in here
-                    times = -(-stop // self.steps_per_pass) + -first // self.steps_per_pass
-                yield event, phase.name, stop - first, times
-            begin = end
-
-    @cached_property
-    def _events(self) -> list[DpEvent]:
-        return [self.plan.event(phase, self.noise_multiplier) for phase in self.phases]
-
-    @property
-    def event(self) -> DpEvent:
-        """The whole run, in dp-accounting's terms; days one after the other."""
-        assert self.planned_steps is not None
-        charged = self._charges(0, self.planned_steps)
-        return events.composed([(event, times) for event, _, _, times in charged])
-
-    @property
-    def protects(self) -> str:
-        """Whom the charges of this run protect: charges can only be added up for the same."""
-        days = [f"{p.first:,} to {p.stop:,}" for p in self.phases if p.name is not None]
-        return f"{self.plan.adjacency}{', living in one of ' if days else ''}{'; '.join(days)}"
-
-    def take_up(self, ledger: Ledger) -> None:
-        """Before a run begins or goes on.
-
-        A pass in fixed order that was broken off costs like a new one. A ledger that protects
-        somebody else is refused.
-        """
-        if ledger.protects is not None and ledger.protects != self.protects:
-            raise ValueError(
-                f"Expected to go on protecting {ledger.protects!r}, found a plan that protects "
-                f"{self.protects!r}: what was charged before says nothing about it. Keep unit, "
-                "sampling and days, or start anew."
-            )
-        ledger.protects = self.protects
-        if self.steps_per_pass and (ledger.steps - ledger.lost) % self.steps_per_pass:
-            ledger.charge(self._events[0], self.phases[0].name, steps=0)
-
-
-def resolve(
-    plan: PrivacyPlan,
-    phases: list[Phase],
-    num_units: int | None,
-    expected_batch: float,
-    planned_steps: int | None,
-    steps_per_pass: int | None = None,
-) -> RunPlan:
-    """Give a plan its data: choose delta, and the noise that the target asks for."""
-    if plan.delta is None and num_units is None:
-        raise ValueError(
-            "Expected delta, or a data set of known size to choose it by, found neither. Set delta "
-            "in the privacy plan."
-        )
-    delta = plan.delta if plan.delta is not None else default_delta(num_units or 1)
-
-    def at(noise_multiplier: float) -> RunPlan:
-        return RunPlan(
-            plan,
-            tuple(phases),
-            num_units,
-            expected_batch,
-            delta,
-            noise_multiplier,
-            steps_per_pass,
-            planned_steps,
-        )
-
-    if plan.noise_multiplier is not None:
-        return at(plan.noise_multiplier)
-    assert plan.epsilon is not None
-    if plan.fixed_key is not None:
-        raise ValueError(
-            f"Expected secret noise for epsilon={plan.epsilon}, found fixed_key. Set "
-            "noise_multiplier instead."
-        )
-    if planned_steps is None:
-        raise ValueError(
-            f"Expected a number of steps to calibrate epsilon={plan.epsilon} for, found training "
-            "without end. Set max_steps or max_epochs, or noise_multiplier too."
-        )
-
-    def cost(noise_multiplier: float, grid: float) -> float:
-        ledger = Ledger()
-        at(noise_multiplier).charge(ledger, 0, planned_steps)
-        return ledger.epsilon(delta, grid)
-
-    return at(calibrate(cost, plan.epsilon))

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_dpsparse.accounting.ledger import Journal, Ledger
 from lightning_dpsparse.budget import AHEAD, Budget, BudgetSpentError, forecast
-from lightning_dpsparse.plan import PrivacyPlan, RunPlan, resolve
+from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase
 
 PHASES = [Phase(0, 10_000, 0.01)]

@@ -12,7 +12,8 @@ from lightning_dpsparse import report
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.facts import make_facts
-from lightning_dpsparse.plan import PrivacyPlan, resolve
+from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.run_plan import resolve
 from lightning_dpsparse.sampling.poisson import Phase
 
 RUN = ["--examples", "1000000", "--batch", "1024", "--steps", "10000", "--delta", "1e-6"]

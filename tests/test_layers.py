@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 ORDER = [
     "hashing",
     "noise",
+    "accounting",
     "engine",
     "mechanisms",
-    "accounting",
     "sampling",
     "plan",
+    "run_plan",
     "budget",
     "version",
     "report",

@@ -11,7 +11,8 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.mechanisms.eana import EANA
-from lightning_dpsparse.plan import PrivacyPlan, RunPlan, Users, resolve
+from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase, day_phases
 
 ALL = [Phase(0, 1_000_000, 1024 / 1e6)]

@@ -60,6 +60,9 @@ class DataShape:
     steps_per_pass: int | None = None
     sampler: PoissonSampler | None = None
     """Set where it says which examples belong to one user."""
+    in_order: Callable[[Phase | None], Any] | None = None
+    """This rank's share of a phase's data, or of all of it, once through; None if the data cannot
+    be read so."""
 
     @property
     def accounted(self) -> tuple[object, ...]:
@@ -123,7 +126,13 @@ def _poisson(
         units, phases, place.key, place.rank, place.world_size, plan.max_batch_size
     )
     batches = PoissonBatches(sampler, length, place.present_step)
-    shape = DataShape(phases, num_units, batch, sampler=sampler if plan.draws_whole_users else None)
+    shape = DataShape(
+        phases,
+        num_units,
+        batch,
+        sampler=sampler if plan.draws_whole_users else None,
+        in_order=lambda phase: _over(loader, _InOrder(units, phase, place)),
+    )
     return _over(loader, batches), shape
 
 
@@ -156,9 +165,20 @@ def _days(
         )
     if isinstance(plan.unit, Users) and plan.unit.in_one_day:
         check_one_day(_attribute(dataset, "users", "whose each example is", "unit"), starts)
-    bounds = units.bounds(starts)
-    names = [f"day {day + 1}" for day in range(len(starts))] if plan.unit_lives_in_one_day else None
-    return day_phases(bounds, batch, place.planned_steps or length, names)
+    period = plan.days_per_period
+    bounds = units.bounds(starts[::period])
+    names = [_name(day, min(day + period, len(starts))) for day in range(0, len(starts), period)]
+    return day_phases(
+        bounds,
+        batch,
+        place.planned_steps or length,
+        names if plan.unit_lives_in_one_day else None,
+    )
+
+
+def _name(first: int, stop: int) -> str:
+    """Days are counted from one."""
+    return f"day {stop}" if stop == first + 1 else f"days {first + 1} to {stop}"
 
 
 def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
@@ -175,7 +195,13 @@ def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[o
     size = len(cast(Sized, loader.dataset))
     each = cast(int, loader.batch_size)
     deal = EvaluationBatches(size, each, place.rank, place.world_size, drop_last=False)
-    shape = DataShape([Phase(0, size, 1.0)], size, batch, steps_per_pass=len(deal))
+    shape = DataShape(
+        [Phase(0, size, 1.0)],
+        size,
+        batch,
+        steps_per_pass=len(deal),
+        in_order=lambda phase: _over(loader, _InOrder(AllExamples(size), phase, place)),
+    )
     return _over(loader, _FromStep(deal, place.present_step)), shape
 
 
@@ -190,6 +216,27 @@ def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
     dataset = getattr(loader, "dataset", None)
     size = None if isinstance(dataset, IterableDataset) or dataset is None else len(dataset)
     return DataShape([Phase(0, size or 0, 1.0)], size, expected)
+
+
+_COUNTED_AT_ONCE = 8192
+
+
+class _InOrder:
+    """A rank's share of some units, each once."""
+
+    def __init__(self, units: Units, phase: Phase | None, place: Place) -> None:
+        first, count = (0, units.count) if phase is None else (phase.first, phase.count)
+        self._units = units
+        self._start = first + count * place.rank // place.world_size
+        self._stop = first + count * (place.rank + 1) // place.world_size
+
+    def __len__(self) -> int:
+        return -(-(self._stop - self._start) // _COUNTED_AT_ONCE)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(self._start, self._stop, _COUNTED_AT_ONCE):
+            some = np.arange(start, min(start + _COUNTED_AT_ONCE, self._stop))
+            yield self._units.examples(some)[0].tolist()
 
 
 class _FromStep:

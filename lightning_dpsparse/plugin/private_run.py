@@ -13,15 +13,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
-from lightning_dpsparse.budget import Budget, forecast
+from lightning_dpsparse.budget import Budget, BudgetSpentError, forecast
 from lightning_dpsparse.facts import make_facts
-from lightning_dpsparse.plan import PrivacyPlan, resolve
+from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loader
+from lightning_dpsparse.plugin.selecting import RowSelector, tell_tables
+from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
+from lightning_dpsparse.sharded.selected import public_tables
 
 CHECKPOINT_KEY = "lightning_dpsparse"
 _SPENT = "_lightning_dpsparse_spent"  # ledger and journal of a module that was trained before
-_OURS = ("epsilon", "noise_multiplier", "noise_stddev")
+_OURS = ("epsilon", "noise_multiplier", "noise_stddev", "rows_updated", "gradient_reduction")
 
 
 class PrivateRun:
@@ -30,7 +34,7 @@ class PrivateRun:
     def __init__(self, plan: PrivacyPlan, trainer: Trainer) -> None:
         self.plan, self._trainer = plan, trainer
         self._key = from_rank_zero(plan.make_key)
-        self._diagnose = False
+        self._is_watched = self._diagnose = False
         self.ended_early = False
         self._taints: list[str] = []
         self._not_covered: list[str] = []
@@ -40,6 +44,9 @@ class PrivateRun:
         self._budget: Budget | None = None
         self._journal: Journal | None = None
         self._journal_folder = self.folder / "privacy"
+        self._selected_before: dict[str, Any] | None = None
+        self._selector: RowSelector | None = None
+        self._is_selection_overdue = False
         self.steps: PrivateSteps | None = None
 
     # ---- before training ------------------------------------------------------------------------
@@ -86,6 +93,7 @@ class PrivateRun:
         ledger.lost = ledger.steps - taken
         self._taints.extend(t for t in data["taints"] if t not in self._taints)
         self._not_covered.extend(data["not_covered"])
+        self._selected_before = data.get("selection")
         self._ledger = ledger
 
     def start(self, module: nn.Module) -> None:
@@ -93,7 +101,8 @@ class PrivateRun:
         assert self._shape is not None
         ledger = self._ledger
         if ledger is None and hasattr(module, _SPENT):
-            ledger, self._journal_folder = getattr(module, _SPENT)
+            ledger, self._journal_folder, selector = getattr(module, _SPENT)
+            self._selected_before = None if selector is None else selector.state()
         if ledger is None:
             ledger = from_rank_zero(Ledger)
         planned = self._trainer.estimated_stepping_batches  # asks the ranks: on all of them
@@ -106,10 +115,12 @@ class PrivateRun:
                 shape.expected_batch,
                 None if math.isinf(planned) else int(planned),
                 shape.steps_per_pass,
+                public_tables(module),
             )
         )
         self._tell_of_changes(ledger, run.noise_multiplier)
         run.take_up(ledger)
+        self._prepare_selection(module, run, ledger)
         ahead = from_rank_zero(lambda: forecast(run, ledger))
 
         def open_journal() -> None:  # an error must reach all ranks
@@ -117,11 +128,65 @@ class PrivateRun:
 
         from_rank_zero(open_journal)
         self._budget = Budget(run, ledger, ahead, self._journal)
-        setattr(module, _SPENT, (ledger, self._journal_folder))
+        if self._is_selection_overdue:
+            self._select(self._budget.step)
+        setattr(module, _SPENT, (ledger, self._journal_folder, self._selector))
         self.steps = PrivateSteps(module, run, self._key, diagnose=self._diagnose)
+        if self._is_watched:
+            self.steps.watch_gradient_size(module, self._trainer.strategy.root_device)
         for fault in self.plan.faults():
             rank_zero_warn(fault)
         self._announce()
+
+    def _prepare_selection(self, module: nn.Module, run: RunPlan, ledger: Ledger) -> None:
+        """Rows that were selected before stay so; a selection that is overdue is charged."""
+        selection = selection_of(self.plan.mechanism)
+        if selection is None:
+            tell_tables(module, None, None)
+            return
+        examples = self.plan.unit.max_examples if isinstance(self.plan.unit, Users) else 1
+        source = self.plan.make_source(self._key)
+        self._selector = RowSelector(selection, module, source, examples)
+        if not selection.frequencies.reads_data:
+            self._selector.select_by_public_counts()
+            trusted = selection.frequencies.trusted
+            if trusted is not None and trusted not in self._not_covered:
+                self._not_covered.append(trusted)
+        elif self._selected_before and self._selected_before["of"] == repr(selection):
+            self._selector.restore(self._selected_before)
+        elif not run.selects_before(ledger.steps - ledger.lost):
+            self._is_selection_overdue = True
+            self._charge_selection(run, ledger)
+
+    def _charge_selection(self, run: RunPlan, ledger: Ledger) -> None:
+        """One release more than the schedule has, if the target covers it."""
+        assert run.release is not None
+        ledger.charge(run.release, steps=0)
+        target = self.plan.epsilon
+        if target is not None and from_rank_zero(lambda: ledger.epsilon(run.delta)) > target:
+            raise BudgetSpentError(
+                f"Expected a selection of rows within epsilon={target:g}, found that the budget "
+                "does not cover another one. Nothing was counted. Keep the earlier selection, or "
+                "raise epsilon."
+            )
+
+    def _select(self, step: int) -> None:
+        """By the data, which has been charged: by this step's period where periods count apart."""
+        assert self._selector is not None
+        assert self._shape is not None
+        run = self.budget.run
+        phase = run.phase(step) if run.is_release_renewed else None
+        strategy = self._trainer.strategy
+        self._selector.select_by_data(
+            self._shape,
+            phase,
+            strategy.root_device,
+            release=step,
+            quiet=not strategy.is_global_zero,
+        )
+
+    def _selection_state(self) -> dict[str, Any] | None:
+        return None if self._selector is None else self._selector.state()
 
     def _tell_of_changes(self, ledger: Ledger, noise_multiplier: float) -> None:
         assert self._shape is not None
@@ -149,8 +214,8 @@ class PrivateRun:
         )
 
     def watch(self, *, diagnostics: bool) -> None:
-        """Before `start`: also count what is clipped and read."""
-        self._diagnose = diagnostics
+        """Before `start`: count updated rows, and with `diagnostics` what is clipped and read."""
+        self._is_watched, self._diagnose = True, diagnostics
 
     # ---- during training ------------------------------------------------------------------------
 
@@ -168,6 +233,8 @@ class PrivateRun:
         assert self.steps is not None
         assert self._shape is not None
         step = self.budget.charge()
+        if self.budget.run.selects_before(step):
+            self._select(step)
         sampler = self._shape.sampler
         self.steps.start(step, None if sampler is None else sampler.draw(step)[1])
 
@@ -195,6 +262,11 @@ class PrivateRun:
         found = self.steps.diagnostics()
         return values | {f"nonprivate/{name}": value for name, value in found.items()}
 
+    def gradient_size(self) -> dict[str, float]:
+        """Rows that were updated in the mean step since the last call. On all ranks."""
+        assert self.steps is not None
+        return self.steps.gradient_size()
+
     # ---- what is kept and shown -----------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
@@ -204,6 +276,7 @@ class PrivateRun:
             "journal": str(self._journal_folder.absolute()),
             "taints": self.taints(),
             "not_covered": list(self._not_covered),
+            "selection": self._selection_state(),
         }
 
     def facts(self) -> dict[str, Any]:

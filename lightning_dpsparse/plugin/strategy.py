@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
+from lightning_dpsparse.plugin.selecting import tell_tables
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
@@ -313,6 +314,10 @@ class DPSparseStrategy(DDPStrategy):
         self._carried = checkpoint.get(CHECKPOINT_KEY)
         if is_fitting:
             refusals.check_private_resume(self._carried, self.privacy)
+        else:
+            selected = (self._carried or {}).get("selection") or {}
+            # Other ids may be read from one row.
+            tell_tables(self.module, selected.get("rows"), selected.get("row_for_others"))
         if self._run is not None:
             self._run.restore(checkpoint)
         return checkpoint

@@ -35,7 +35,7 @@ def nobody(batch: Any) -> Any:
 
 
 def _num_examples(batch: Any) -> int:
-    for value in _leaves(batch):
+    for value in leaves(batch):
         if isinstance(value, KeyedJaggedTensor):
             return value.stride()
     raise ValueError(
@@ -54,13 +54,14 @@ def _children(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """All that a batch is made of, inside dataclasses, dicts, lists and tuples."""
     children = _children(value)
     if children is None:
         yield value
     else:
         for child in children:
-            yield from _leaves(child)
+            yield from leaves(child)
 
 
 def _cut(value: Any, size: int, start: int, stop: int) -> Any:

@@ -14,8 +14,9 @@ from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
-from lightning_dpsparse.plan import RunPlan
+from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
+from lightning_dpsparse.sharded.gradient_size import GradientSize
 from lightning_dpsparse.sharded.seam import ShardedTables, all_reads
 from lightning_dpsparse.sharded.shards import sharded_collections, tables_hidden
 
@@ -46,16 +47,19 @@ class PrivateSteps:
             plan.clip_norm,
             run.noise_multiplier,
             run.expected_batch,
+            plan.make_source(key),
             diagnose,
         )
-        self._noise = plan.make_source(key)
         for collection in self._collections:
             pay_all(list(collection.debts.values()))  # what a run that was interrupted left
             collection.debts.clear()
             if isinstance(plan.mechanism, LazyDP):
-                collection.defer_noise(plan.mechanism, self._noise)
+                collection.defer_noise(plan.mechanism, self._recipe.noise)
+            if plan.mechanism.needs_whole_rows:
+                collection.check_whole_rows(type(plan.mechanism).__name__)
         self._sums: Clipped | None = None
         self._counts: Tensor | None = None
+        self._gradient_size: GradientSize | None = None
         self._flat = self._dense.new_flat()
         self._step = 0
 
@@ -74,6 +78,13 @@ class PrivateSteps:
 
     def add_part(self, loss_n: Tensor) -> None:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
+        mechanism = self._recipe.mechanism
+        if mechanism.chooses_by_batch:
+            raise ValueError(
+                "Expected the whole batch in one part, found more: "
+                f"{type(mechanism).__name__} chooses rows by all of it. Leave max_physical_batch "
+                "out, or draw fewer examples."
+            )
         if self._unit_sizes is not None:
             raise ValueError(
                 "Expected the whole batch in one part, found more: a user's examples must be "
@@ -93,10 +104,11 @@ class PrivateSteps:
             self._dense,
             self._recipe,
             self._ranks(loss_n.numel()),
-            self._noise,
             self._step,
         )
         self._counts = self._count_rows() if self._recipe.diagnose else None
+        if self._gradient_size is not None:
+            self._gradient_size.add(all_reads(self._collections), self._sums.tables)
         self._sums = None
         self._forget()
 
@@ -142,6 +154,15 @@ class PrivateSteps:
         clipped, units, read, rows = (float(count) for count in self._counts)
         return {"units_clipped": clipped / max(1.0, units), "rows_read": read / max(1.0, rows)}
 
+    def watch_gradient_size(self, module: nn.Module, device: torch.device) -> None:
+        """From now on, where it is no secret."""
+        if self._recipe.mechanism.releases_rows:
+            self._gradient_size = GradientSize(module, device)
+
+    def gradient_size(self) -> dict[str, float]:
+        """Of the mean step since the last call; empty where it is a secret. Asks all ranks."""
+        return {} if self._gradient_size is None else self._gradient_size.take()
+
     @property
     def noise_stddev(self) -> float:
         """Of the noise on each coordinate of the mean gradient."""
@@ -153,16 +174,18 @@ class PrivateSteps:
         reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
         leader_B = None if self._unit_sizes is None else self._leaders(loss_n, ranks)
         out = self._flat if self._sums is None else None  # fresh memory costs more than the work
-        part = clipped_sums(loss_n, reads, self._dense, self._recipe, ranks, leader_B, out)
+        part = clipped_sums(
+            loss_n, reads, self._dense, self._recipe, ranks, self._step, leader_B, out
+        )
         self._sums = part if self._sums is None else self._sums + part
 
     def _forget(self) -> None:
         self._dense.clear()
         for collection in self._collections:
-            collection.reads.clear()
+            collection.forget_read()
 
     def _ranks(self, local_size: int) -> Ranks:
-        padded = {collection.padded_size for collection in self._collections if collection.reads}
+        padded = {collection.padded_size for collection in self._collections} - {0}
         if len(padded) != 1 or local_size > max(padded):
             raise ValueError(
                 "Expected one loss for every example of the batch that the tables read, found "
@@ -170,7 +193,7 @@ class PrivateSteps:
             )
         size = padded.pop()
         world, rank = dist.get_world_size(), dist.get_rank()
-        return Ranks(world * size, rank * size, _sum_over_ranks)
+        return Ranks(world * size, rank * size, _sum_over_ranks, rank, world)
 
     def _leaders(self, loss_n: Tensor, ranks: Ranks) -> Tensor | None:
         """The first example of every example's unit, for all ranks; None if each is its own."""

@@ -6,6 +6,7 @@ stops there and leaves the gradient on the rank that owns the rows, for the exam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
+from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
 from lightning_dpsparse.sharded.update import apply_to_rows
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all, E width of a kernel
@@ -37,6 +39,7 @@ class TablePiece:
     """Path of the table's weight in the module."""
     corner: tuple[int, int]
     """Its first row and column."""
+    has_all_columns: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class KernelRead:
     pieces: tuple[TablePiece, ...]
     bags: Bags
     debts: KernelDebts | None
+    selected_R: Tensor | None
+    """Rows that may be updated, sorted, tables numbered through; None is all."""
     leaf_BE: Tensor
     order_B: Tensor | None
     """Example of each bag column, numbered rank by rank; None if that is their order."""
@@ -60,6 +65,10 @@ class KernelRead:
     @property
     def corners(self) -> list[tuple[int, int]]:
         return [piece.corner for piece in self.pieces]
+
+    @property
+    def has_whole_rows(self) -> bool:
+        return all(piece.has_all_columns for piece in self.pieces)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -103,15 +112,53 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         """Whether the step's only part is being read."""
         self.reads: list[KernelRead] = []
         self.padded_size = 0
+        """Examples of every rank in a private read, the largest's; zero if there was none. A rank
+        without tables has one too."""
         self.debts: dict[Any, KernelDebts] = {}
         """What rows of each kernel owe, where noise is deferred."""
         self._steps_before = [0] * len(self._lookups)
         self._bags: dict[Any, Bags] = {}
+        self._selected: dict[Any, Tensor] = {}
+        self._map_ids: OneRowForOthers | None = None
         for index, lookup in enumerate(self._lookups):
             for kernel in lookup._emb_modules:
                 kernel.register_forward_pre_hook(self._before(kernel))
                 kernel.register_forward_hook(self._seam(index, kernel))
         self.register_state_dict_pre_hook(lambda *_: pay_all(list(self.debts.values())))
+
+    def select_rows(self, rows: Mapping[str, Tensor] | None, row_for_others: int | None) -> None:
+        """From now on only these rows of each table (by the path of its weight) are updated.
+
+        With `row_for_others` all other ids read that row of their table, in training and after.
+        """
+        self._selected.clear()
+        self._map_ids = None
+        if rows is None:
+            return
+        for lookup in self._lookups:
+            for kernel in lookup._emb_modules:
+                pieces = self._pieces(kernel)
+                self._selected[kernel] = rows_of_kernel(
+                    rows,
+                    kernel_layout(kernel),
+                    [piece.name for piece in pieces],
+                    [piece.corner for piece in pieces],
+                    kernel.emb_module.current_device,
+                )
+        if row_for_others is not None:
+            configs = self._embedding_bag_configs
+            names = [f"{self._module_fqn}.embedding_bags.{c.name}.weight" for c in configs]
+            self._map_ids = OneRowForOthers(configs, [rows[n] for n in names], row_for_others)
+
+    def check_whole_rows(self, mechanism: str) -> None:
+        for lookup in self._lookups:
+            for kernel in lookup._emb_modules:
+                for piece in self._pieces(kernel):
+                    if not piece.has_all_columns:
+                        raise ValueError(
+                            f"Expected all columns of a row on one rank with {mechanism}, found "
+                            f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
+                        )
 
     def defer_noise(self, mechanism: LazyDP, noise: NoiseSource) -> None:
         """From now on rows owe noise."""
@@ -131,6 +178,10 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def _is_private_read(self) -> bool:
         return self.is_cut and self.training and torch.is_grad_enabled()
 
+    def forget_read(self) -> None:
+        self.reads.clear()
+        self.padded_size = 0
+
     def start_step(self) -> None:
         """Before the first forward pass of a private step."""
         self._steps_before = [
@@ -144,6 +195,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         Gloo cannot gather pieces of unequal size in row-wise tables' backward pass. Padding
         examples have empty bags, and their rows are cut off again.
         """
+        if self._map_ids is not None:
+            features = self._map_ids(features)
         if not self._is_private_read:
             return super().forward(features)
         size = features.stride()
@@ -206,6 +259,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     pieces=pieces,
                     bags=bags,
                     debts=debts,
+                    selected_R=self._selected.get(kernel),
                     leaf_BE=leaf_BE,
                     order_B=self._order(index, output.device),
                     steps_before=self._steps_before[index],
@@ -220,6 +274,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             TablePiece(
                 f"{self._module_fqn}.embedding_bags.{table.name}.weight",
                 _corner(table),
+                table.local_cols == table.embedding_dim,
             )
             for table in kernel.config.embedding_tables
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dpsparse import DPSGD, EANA, Placement
+from lightning_dpsparse import DPSGD, EANA, AdaFEST, Placement, TablePlacement
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from lightning_dpsparse.sharded.fused import kernel_steps
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
@@ -49,6 +49,16 @@ def test_a_batch_cut_into_parts_is_the_naive_step(
     start, end = run(two_ranks, sizes, PLACEMENTS[name], optimizer, plan(), most=most)
     expected = naive(start, sizes, optimizer, 0.5)
     assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+
+
+@pytest.mark.parametrize("mechanism", [EANA(), AdaFEST(threshold=0.1)], ids=["eana", "adafest"])
+def test_a_rank_without_tables_takes_part(two_ranks: Ranks, mechanism: Any) -> None:
+    """With a threshold that every row passes, AdaFEST is the same step."""
+    first = TablePlacement(kind="table_wise", ranks=[0])
+    placement = Placement(tables=dict.fromkeys(("t0", "t1", "t2", "t3"), first))
+    private = plan(mechanism=mechanism)
+    start, end = run(two_ranks, SIZES["uneven"], placement, SGD, private)
+    assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5), 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["grid", "table_row_wise"])

@@ -1,0 +1,69 @@
+"""How large the tables' gradients are: rows that a step updates, against all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dpsparse.engine.read import Read
+from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.sharded.shards import sharded_collections
+
+
+class GradientSize:
+    """Counts updated rows table by table, and numbers in them, over some steps.
+
+    For mechanisms whose rows are private themselves: elsewhere the counts would tell of the data.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        configs = {
+            f"{path}.embedding_bags.{config.name}.weight": config
+            for path, collection in sharded_collections(module).items()
+            for config in collection._embedding_bag_configs
+        }
+        self._place = {name: i for i, name in enumerate(configs)}
+        self._numbers_in_all = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
+        self._device = device
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._numbers = 0, 0
+        self._rows = [0] * len(self._place)
+
+    def add(self, reads: Sequence[Read], updated: Sequence[Sequence[RowGradient]]) -> None:
+        """One step on this rank."""
+        self._steps += 1
+        for read, gradients in zip(reads, updated):
+            for stack, gradient in zip(read.stacks, gradients):
+                self._numbers += gradient.values_UD.numel()
+                for table, (start, stop) in zip(
+                    stack.tables, pairwise(stack.bounds(gradient.rows_U))
+                ):
+                    if read.corners[table][1] == 0:  # other columns of the row are not another row
+                        self._rows[self._place[read.table_names[table]]] += stop - start
+
+    def take(self) -> dict[str, float]:
+        """The mean step since the last call, over all ranks. All ranks must call it.
+
+        DP-SGD updates every number of every table: the reduction is how many times fewer these are.
+        """
+        totals = torch.tensor([*self._rows, self._numbers], dtype=torch.float64)
+        totals = totals.to(self._device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        *rows, numbers = (totals / max(1, self._steps)).tolist()
+        self._forget()
+        return {
+            **{f"rows_updated/{_short(name)}": rows[i] for name, i in self._place.items()},
+            "rows_updated": sum(rows),
+            "gradient_reduction": self._numbers_in_all / max(1.0, numbers),
+        }
+
+
+def _short(path: str) -> str:
+    return path.removesuffix(".weight").rpartition(".")[2]
