@@ -5,6 +5,7 @@ torchrec  the same model through Trainer and DPSparseStrategy(privacy=None)
 clip      private without noise: clipping alone
 eana      clipping, and noise on the rows that were read (not private)
 lazydp    clipping, and noise on rows before they are read
+adafest   clipping, and noise on about 300 rows that pass a threshold
 dpsgd     clipping, and noise on every row
 """
 
@@ -42,7 +43,15 @@ from benchmarks.harness import (
     print_table,
     write_json_lines,
 )
-from lightning_dpsparse import DPSGD, EANA, DPSparseStrategy, FusedOptimizer, LazyDP, PrivacyPlan
+from lightning_dpsparse import (
+    DPSGD,
+    EANA,
+    AdaFEST,
+    DPSparseStrategy,
+    FusedOptimizer,
+    LazyDP,
+    PrivacyPlan,
+)
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.recipe import quiet
@@ -198,6 +207,7 @@ MODES: dict[str, ModeMaker] = {
     "clip": through_lightning(EANA(), noise=0.0),
     "eana": through_lightning(EANA()),
     "lazydp": through_lightning(LazyDP()),
+    "adafest": through_lightning(AdaFEST(false_positives=300)),
     "dpsgd": through_lightning(DPSGD()),
 }
 

@@ -1,0 +1,176 @@
+"""How does a step grow with the vocabulary? Table 4 of the AdaFEST paper (Ghazi et al. 2023).
+
+One table of width 64, 1,024 examples with one uniform id each, and nothing but the table: its
+lookup, per-example clipping, noise and the fused SGD update, on one thread. Modes take turns.
+
+sgd      no privacy: TorchRec's lookup, and FBGEMM's update in the backward pass
+adafest  DP-AdaFEST with about 100 false positives a step
+dpsgd    noise on every row, chunk by chunk: random numbers are all it waits for
+
+seconds_100 is the time of 100 steps (the median step, times 100), reduction is dpsgd's over the
+mode's, growth is the mode's over its own at the smallest vocabulary. The paper's best reduction is
+177, at ten million rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.harness import Feed, Mode, StepTimes, interleave, print_table, write_json_lines
+from benchmarks.step_time import get_ready
+from lightning_dpsparse import DPSGD, AdaFEST, FusedOptimizer, Placement, PrivacyPlan
+from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.run_plan import resolve
+from lightning_dpsparse.sampling.poisson import Phase
+from lightning_dpsparse.sharded import build
+from lightning_dpsparse.sharded.private import PrivateSteps
+from lightning_dpsparse.sharded.selected import public_tables
+
+WIDTH, BATCH = 64, 1_024
+VOCABULARIES = (100_000, 200_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000)
+Row = dict[str, Any]
+
+
+class OneTable(nn.Module):
+    """A table, and a loss for every example that gives every column a gradient."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(
+            name="table", num_embeddings=rows, embedding_dim=WIDTH, feature_names=["id"]
+        )
+        self.tables = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.tables(batch).values()
+        return pooled.sum(1)
+
+
+def sharded(rows: int) -> OneTable:
+    module = OneTable(rows)
+    fused = FusedOptimizer(kind="sgd", learning_rate=0.05)
+    build.divide_gradients_by_world_size(False)
+    build.shard_tables(module, Placement(), fused, torch.device("cpu"), 1)
+    return module
+
+
+def plain(rows: int) -> Mode:
+    def run(feed: Feed) -> None:
+        module = sharded(rows)
+        for batch in feed:
+            (module(batch).sum() / BATCH).backward()
+
+    return run
+
+
+def private(mechanism: Mechanism) -> Callable[[int], Mode]:
+    def make(rows: int) -> Mode:
+        def run(feed: Feed) -> None:
+            module = sharded(rows)
+            plan = PrivacyPlan(
+                mechanism=mechanism, noise_multiplier=0.8, sampling="unamplified", delta=1e-6
+            )
+            tables = public_tables(module)
+            settled = resolve(plan, [Phase(0, 0, 1.0)], None, BATCH, None, tables=tables)
+            steps = PrivateSteps(module, settled, plan.make_key())
+            for step, batch in enumerate(feed):
+                steps.start(step)
+                with steps.capture():
+                    loss_B = module(batch)
+                steps.step(loss_B)
+
+        return run
+
+    return make
+
+
+MODES: dict[str, Callable[[int], Mode]] = {
+    "sgd": plain,
+    "adafest": private(AdaFEST(false_positives=100)),
+    "dpsgd": private(DPSGD()),
+}
+
+
+def batches(rows: int, count: int) -> list[KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        KeyedJaggedTensor(
+            keys=["id"],
+            values=torch.randint(0, rows, (BATCH,), generator=generator),
+            lengths=torch.ones(BATCH, dtype=torch.int64),
+        )
+        for _ in range(count)
+    ]
+
+
+def measure(rows: int, steps: int, slow_steps: int) -> dict[str, StepTimes]:
+    """The quick modes in one interleaved run, the slow one beside the yardstick in another."""
+    quick = {name: MODES[name](rows) for name in ("sgd", "adafest")}
+    times = interleave(quick, batches(rows, steps), steps, warm_up=10)
+    gc.collect()  # modules are full of cycles, and the next table needs the room
+    slow = {"dpsgd": MODES["dpsgd"](rows)}
+    times |= interleave(slow, batches(rows, slow_steps), slow_steps, warm_up=1)
+    gc.collect()
+    return times
+
+
+def table(vocabularies: tuple[int, ...], steps: int, slow_steps: int) -> list[Row]:
+    """One row for every vocabulary and mode."""
+    found: list[Row] = []
+    first: dict[str, float] = {}
+    for rows in vocabularies:
+        print(f"{rows:,} rows", file=sys.stderr)
+        times = measure(rows, steps, slow_steps)
+        cost = {name: times[name].medians()["cpu_ms"] for name in MODES}
+        for name in MODES:
+            first.setdefault(name, cost[name])
+            found.append(
+                {
+                    "vocabulary": rows,
+                    "mode": name,
+                    "steps": len(times[name].cpu_ms),
+                    "step_ms": cost[name],
+                    "seconds_100": round(cost[name] / 10, 3),
+                    "reduction": round(cost["dpsgd"] / cost[name], 1),
+                    "growth": round(cost[name] / first[name], 3),
+                }
+            )
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table4",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=100, help="of sgd and adafest")
+    parser.add_argument("--slow-steps", type=int, default=3, help="of dpsgd")
+    parser.add_argument("--quick", action="store_true", help="two small tables: under a minute")
+    parser.add_argument("--json", type=Path, help="write one JSON object per row to this file")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    get_ready()
+    heights = tuple(rows // 100 for rows in VOCABULARIES[::5]) if options.quick else VOCABULARIES
+    rows = table(heights, options.steps, options.slow_steps)
+    print_table(rows)
+    if options.json:
+        write_json_lines(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
