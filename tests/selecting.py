@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse import AdaFEST, FusedOptimizer, PrivacyPlan
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Stack
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.mechanism import Question
 from lightning_dpsparse.engine.read import Ranks
 from lightning_dpsparse.engine.rows import RowGradient
@@ -61,8 +61,8 @@ class PaperRead:
     has_whole_rows: bool = True
 
     @property
-    def stacks(self) -> Sequence[Stack]:
-        return self.bags.layout.stacks
+    def layout(self) -> Layout:
+        return self.bags.layout
 
     def lookup(self) -> Lookup:
         width = self.bags.layout.columns[-1].stop

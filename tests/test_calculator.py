@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ def test_calibrate_splits_adafests_noise(capsys: pytest.CaptureFixture[str]) -> 
     found = answer(capsys, "calibrate", "--epsilon", "1", *RUN, *extra)
     assert found["contribution_noise_multiplier"] == pytest.approx(4.044, abs=3e-3)
     assert found["gradient_noise_multiplier"] == pytest.approx(0.8088, abs=5e-4)
+
+
+def test_thresholds_are_shown_for_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--examples", "10000", "--batch", "100", "--steps", "100", "--mechanism", "adafest"]
+    rows = ["--rows", "1000", "--features", "4", "--map-clip-norm", "2"]
+    found = answer(capsys, "account", "--noise-multiplier", "1", *small, *rows)
+    stddev = 2 * found["contribution_noise_multiplier"]
+    for row in found["thresholds"]:
+        assert row["threshold"] == row["half_survival"]  # C1 / sqrt(4 rows) is one
+        beyond = 1 - NormalDist().cdf(row["threshold"] / stddev)
+        assert row["false_positives"] == pytest.approx(1000 * beyond, abs=1e-9)
+    main(["account", "--noise-multiplier", "1", *small, *rows])
+    assert "threshold   half_survival   false_positives" in capsys.readouterr().out
 
 
 def test_account_is_calibrates_inverse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ class StackNoise:
     """Of all tables of the kernel."""
     corners: Sequence[tuple[int, int]]
     """First row and column of each table's piece here."""
+    namesake: int
+    """The table whose name the stream has, where all share one: it has rows here."""
 
     def fill_(
         self,
@@ -43,7 +45,7 @@ class StackNoise:
         is a function of purpose, row and step alone, and `steps_U` may give each row its own step.
         """
         if not self.source.is_by_row:  # one stream for all
-            stream = self._stream(self.stack.namesake, purpose, step, part)
+            stream = self._stream(self.namesake, purpose, step, part)
             return self.source.fill_(out_UD, stream, stddev)
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
             here = slice(start, stop)

@@ -29,14 +29,6 @@ class Stack:
     def num_rows(self) -> int:
         return self.starts[-1]
 
-    @property
-    def namesake(self) -> int:
-        """The first of its tables that has rows here: whoever has them has them alone.
-
-        Pieces without rows may begin at the same place on several ranks.
-        """
-        return next((t for t, (a, b) in zip(self.tables, pairwise(self.starts)) if b > a), 0)
-
     def bounds(self, rows_U: Tensor) -> list[int]:
         """Where each table begins among these sorted rows of the stack, with the end."""
         if len(self.tables) == 1:
@@ -90,13 +82,19 @@ class Layout:
             for t, width in enumerate(self.widths)
             if not self.is_stacked or self.widths[t + 1 : t + 2] != (width,)
         ]
-        return tuple(self.stack(range(start, stop)) for start, stop in pairwise([0, *ends]))
+        stacks = []
+        for start, stop in pairwise([0, *ends]):
+            first = self.first_row[start]
+            starts = tuple(row - first for row in self.first_row[start : stop + 1])
+            stacks.append(Stack(range(start, stop), first, starts))
+        return tuple(stacks)
 
-    def stack(self, tables: range) -> Stack:
-        """Neighbouring tables with their rows numbered through."""
-        first = self.first_row[tables.start]
-        starts = (row - first for row in self.first_row[tables.start : tables.stop + 1])
-        return Stack(tables, first, tuple(starts))
+    def namesake(self, tables: range) -> int:
+        """The first of these tables that has rows here: whoever has them has them alone.
+
+        Pieces without rows may begin at the same place on several ranks.
+        """
+        return next((t for t in tables if self.num_rows[t]), tables.start)
 
     def cuts_of(self, row_U: Tensor) -> list[int]:
         """Where each stack's rows begin among these sorted rows, with the end."""
@@ -119,34 +117,32 @@ class Runs:
 
     row_U: Tensor
     """Rows that were read, increasing, with all tables of the kernel numbered through."""
-    start_U: Tensor
-    """Where each row's lookups begin in `order_L`."""
+    count_U: Tensor
+    """How many lookups each row has."""
     order_L: Tensor
     """The lookups, sorted by row; those of one row as they come."""
     sorted_position_L: Tensor
     """Where the rows of the sorted lookups stand in `row_U`."""
 
     @cached_property
+    def start_U(self) -> Tensor:
+        """Where each row's lookups begin in `order_L`."""
+        return self.count_U.cumsum(0).sub_(self.count_U)
+
+    @cached_property
     def position_L(self) -> Tensor:
         """Where the row of each lookup stands in `row_U`."""
         return torch.empty_like(self.order_L).scatter_(0, self.order_L, self.sorted_position_L)
 
-    @cached_property
-    def count_U(self) -> Tensor:
-        """How many lookups each row has."""
-        return torch.diff(self.start_U, append=self.start_U.new_full((1,), self.order_L.numel()))
-
     def only(self, keep_U: Tensor) -> Runs:
-        """These rows alone, with their lookups."""
-        keep_L = keep_U[self.sorted_position_L]
-        count_U = self.count_U[keep_U]
-        position_U = keep_U.cumsum(0).sub_(1)
-        return Runs(
-            self.row_U[keep_U],
-            count_U.cumsum(0).sub_(count_U),
-            self.order_L[keep_L],
-            position_U[self.sorted_position_L[keep_L]],
-        )
+        """These rows alone, with their lookups. After one look at all rows, the work of the few."""
+        kept_K = keep_U.nonzero().squeeze(1)
+        count_K = self.count_U[kept_K]
+        position_L = torch.repeat_interleave(count_K)
+        shift_K = self.start_U[kept_K] - (count_K.cumsum(0) - count_K)
+        at_L = shift_K[position_L]
+        at_L += torch.arange(at_L.numel(), device=at_L.device)
+        return Runs(self.row_U[kept_K], count_K, self.order_L[at_L], position_L)
 
 
 def by_row(row_L: Tensor) -> Runs:
@@ -154,7 +150,7 @@ def by_row(row_L: Tensor) -> Runs:
     row_U, position_L, count_U = torch.unique_consecutive(
         sorted_L, return_inverse=True, return_counts=True
     )
-    return Runs(row_U, count_U.cumsum(0) - count_U, order_L, position_L)
+    return Runs(row_U, count_U, order_L, position_L)
 
 
 _RADIX = 1 << 15
@@ -260,11 +256,12 @@ class Lookup:
             coefficient = share_L if coefficient is None else coefficient * share_L
         return coefficient
 
-    def kept_coefficient(self, keep_U: Tensor | None) -> Tensor | None:
-        """`coefficient_L`, with zero for rows that are left out: `keep_U` goes with `runs`."""
-        if keep_U is None:
+    def kept_coefficient(self, kept: Runs | None) -> Tensor | None:
+        """`coefficient_L`, with zero for lookups of rows that are left out."""
+        if kept is None:
             return self.coefficient_L
-        keep_L = keep_U.to(self.gradient_BE.dtype)[self.bags.runs.position_L]
+        keep_L = self.gradient_BE.new_zeros(self.bags.ids_L.numel())
+        keep_L.index_fill_(0, kept.order_L, 1.0)
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
 
 

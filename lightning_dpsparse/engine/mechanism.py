@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian
-from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.lookups import Lookup, Runs
 from lightning_dpsparse.engine.read import Ranks, Read, Table
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -44,8 +44,8 @@ class Question:
 class Answer:
     """The rows of one kernel that take part: what the step may release, and nothing else."""
 
-    keep_U: Tensor
-    """Of the rows that were read, as in `bags.runs`."""
+    kept: Runs
+    """Of the rows that were read, with their lookups."""
     others_V: Tensor
     """Rows that nobody read, increasing, with the kernel's tables numbered through."""
 

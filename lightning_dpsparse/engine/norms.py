@@ -13,14 +13,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Lookup
+from lightning_dpsparse.engine.lookups import Lookup, Runs
 
 # B examples, F features, L lookups, E width of all features, D width of a table, U (unit, row)s
 
 
 def square_norms(
     lookup: Lookup,
-    keep_U: Tensor | None = None,
+    kept: Runs | None = None,
     tables: Collection[int] | None = None,
     leader_B: Tensor | None = None,
 ) -> Tensor:
@@ -28,13 +28,15 @@ def square_norms(
 
     n_b^2 = sum over rows r of || sum over lookups l of r by b of c_l G_l ||^2
 
-    With `keep_U` (a boolean for each distinct row that was read, as in `bags.runs`) only rows that
-    it keeps count; with `tables` only those tables. With `leader_B`, the first example of every
-    example's unit, b is a unit: its square stands at its leader, and all other examples have zero.
+    With `kept` only these of the rows count; with `tables` only those tables. With `leader_B`, the
+    first example of every example's unit, b is a unit: its square stands at its leader, and all
+    other examples have zero.
     """
     layout = lookup.layout
     chosen = range(len(layout.widths)) if tables is None else tables
-    coefficient_L = lookup.kept_coefficient(keep_U)
+    if leader_B is None and kept is not None and _is_simple(lookup, chosen):
+        return _of_single_ids(lookup, kept)
+    coefficient_L = lookup.kept_coefficient(kept)
     if leader_B is not None:
         squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
         for table in chosen:
@@ -47,23 +49,32 @@ def square_norms(
     all_alone = len(alone) == len(layout.table_of_feature)
     if all_alone and lookup.bags.is_one_hot and coefficient_L is None:
         return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
-    if all_alone and lookup.bags.is_one_hot and len(set(layout.widths)) == 1:
-        return _of_single_ids(lookup, coefficient_L)
     squares_B = _of_unshared(lookup, coefficient_L, alone)
     for table in shared:
         squares_B += _by_row(lookup, coefficient_L, table)
     return squares_B
 
 
-def _of_single_ids(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
-    """One id in every bag, tables of one width that nobody shares: n^2 = sum_f ||G_f||^2 c_f^2."""
-    num_features = len(lookup.layout.table_of_feature)
-    assert coefficient_L is not None
-    norms_BF = torch.linalg.vector_norm(
-        lookup.gradient_BE.view(lookup.num_examples, num_features, -1), dim=2
+def _is_simple(lookup: Lookup, tables: Collection[int]) -> bool:
+    """One id of every table, all tables of one width, and all asked for."""
+    widths = lookup.layout.widths
+    return (
+        lookup.bags.reads_every_table_once and len(tables) == len(widths) and len(set(widths)) == 1
     )
-    weighted_BF = norms_BF.mul_(coefficient_L.view(num_features, -1).T)
-    return torch.linalg.vector_norm(weighted_BF, dim=1).square_()
+
+
+def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
+    """Every lookup is a row of its own to its example: only those of kept rows are looked at."""
+    num_features = len(lookup.layout.table_of_feature)
+    feature_L = kept.order_L // lookup.num_examples  # one id to a bag: a lookup is its bag
+    example_L = kept.order_L - feature_L * lookup.num_examples
+    by_bag = lookup.gradient_BE.view(lookup.num_examples * num_features, -1)
+    value_LD = by_bag.index_select(0, example_L * num_features + feature_L)
+    squares_L = torch.linalg.vector_norm(value_LD, dim=1).square_()
+    if lookup.coefficient_L is not None:
+        squares_L *= lookup.coefficient_L[kept.order_L].square()
+    squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
+    return squares_B.index_add_(0, example_L, squares_L)
 
 
 def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Lookup, Stack
+from lightning_dpsparse.engine.lookups import Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
 
 # B examples of all ranks, R rows
@@ -68,9 +68,7 @@ class Read(Protocol):
         ...
 
     @property
-    def stacks(self) -> Sequence[Stack]:
-        """The tables, by what is updated together."""
-        ...
+    def layout(self) -> Layout: ...
 
     def lookup(self) -> Lookup: ...
     def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -52,20 +52,20 @@ def clipped_row_gradients(
     lookup: Lookup,
     factors_KB: Tensor,
     group_of_table: Sequence[int],
-    keep_U: Tensor | None = None,
+    kept: Runs | None = None,
 ) -> list[RowGradient]:
     """sum_b f_b g_b on every row that some bag read, stack by stack of the layout.
 
-    f_b is taken from the group that the row's table belongs to. With `keep_U` (a boolean for each
-    row of `bags.runs`) only rows that it keeps. A row that was read is listed even where its sum is
-    zero: noise belongs on it whatever the gradient was.
+    f_b is taken from the group that the row's table belongs to. With `kept` only these of the rows.
+    A row that was read is listed even where its sum is zero: noise belongs on it whatever the
+    gradient was.
 
     Guarantees: adding or removing example b changes the values of group k, over all its tables, by
     at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same rows and tables. The same
     goes for a unit whose examples have one factor, with n_kb from `square_norms` of its leader.
     """
     bags, layout, num_examples = lookup.bags, lookup.layout, max(1, lookup.num_examples)
-    runs = bags.runs if keep_U is None else bags.runs.only(keep_U)
+    runs = bags.runs if kept is None else kept
     row_U, start_U, order_L = runs.row_U, runs.start_U, runs.order_L
     bag_L = bags.bag_L[order_L]
     feature_L = bag_L // num_examples

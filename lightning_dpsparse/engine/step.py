@@ -28,9 +28,6 @@ from lightning_dpsparse.noise.sources import NoiseSource
 # B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
 # A unit is what is clipped as one: an example, or all examples of a user, which lie side by side.
 
-_DENSE_CHUNK = 1 << 19
-"""Dense parameters that get noise at a time: noise for all would be memory as large as they are."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -114,11 +111,11 @@ def clipped_sums(
     squares_KB = loss_n.new_zeros(recipe.clipping.num_groups, ranks.num_examples)
     for read, lookup, answer in zip(reads, lookups, answers):
         leaders = renumber(leader_B, read.order_B)
-        keep_U = None if answer is None else answer.keep_U
+        kept = None if answer is None else answer.kept
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
-                squares = square_norms(lookup, keep_U, tables=tables, leader_B=leaders)
+                squares = square_norms(lookup, kept, tables=tables, leader_B=leaders)
                 add_up(squares_B, squares, read.order_B)
     leader_n = None if leader_B is None else leader_B[mine] - ranks.first_example
     mine_Kn = [squares_B[mine] for squares_B in squares_KB]
@@ -170,18 +167,18 @@ def release(
     # Dense layers: added up over ranks, plus noise that every rank draws alike.
     flat = clipped.dense
     ranks.sum(flat)
-    for first in range(0, flat.numel() if recipe.noise_stddev else 0, _DENSE_CHUNK):
-        piece = flat[None, first : first + _DENSE_CHUNK]
-        stream = Stream("gradient", "dense layers", step, (0, first))
-        piece += recipe.noise.fill_(torch.empty_like(piece), stream, recipe.noise_stddev)
+    if recipe.noise_stddev and flat.numel():
+        stream = Stream("gradient", "dense layers", step)
+        recipe.noise.add_(flat[None], stream, recipe.noise_stddev)
     for name, piece in dense.pieces(flat).items():
         dense.parameters[name].grad = piece
 
     # Tables, where they live: the mechanism says which rows get noise.
     for read, gradients in zip(reads, clipped.tables):
         updates = []
-        for stack, gradient in zip(read.stacks, gradients):
-            of_stack = StackNoise(recipe.noise, stack, read.table_names, read.corners)
+        for stack, gradient in zip(read.layout.stacks, gradients):
+            namesake = read.layout.namesake(stack.tables)
+            of_stack = StackNoise(recipe.noise, stack, read.table_names, read.corners, namesake)
             draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
             updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
         for parts in zip_longest(*updates):
@@ -214,7 +211,7 @@ def _sums_of_rows(
     """Clipped sums on the rows that take part; on rows that nobody read they are zero."""
     if answer is None:
         return clipped_row_gradients(lookup, factors_KB, group_of_table)
-    sums = clipped_row_gradients(lookup, factors_KB, group_of_table, answer.keep_U)
+    sums = clipped_row_gradients(lookup, factors_KB, group_of_table, answer.kept)
     others = lookup.layout.by_stack(answer.others_V)
     return [gradient.with_rows(rows) for gradient, rows in zip(sums, others)]
 

@@ -178,8 +178,8 @@ class AdaFEST(Mechanism):
     def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: Question) -> Answer:
         """V >= tau, on rows that were read and on those that were not."""
         row_U, layout = bags.runs.row_U, bags.layout
-        keep_U = torch.empty_like(row_U, dtype=torch.bool)
-        others = []
+        stddev = self.map_stddev(question.noise_multiplier)
+        keeps, others = [], []
         for span in self._spans(bags, read, is_by_row=question.noise.is_by_row):
             first, stop = layout.first_row[span.tables.start], layout.first_row[span.tables.stop]
             here, selected_R = slice(None), read.selected_R
@@ -187,19 +187,22 @@ class AdaFEST(Mechanism):
                 here = slice(*torch.searchsorted(row_U, row_U.new_tensor([first, stop])).tolist())
                 selected_R = _between(selected_R, first, stop)
             passes = _all_coins if question.noise.is_by_row else _few_coins
-            keep_U[here], found = passes(
-                row_U[here] - first,
+            keep, found = passes(
+                row_U[here] - first if first else row_U[here],
                 sums_U[here],
                 stop - first,
                 None if selected_R is None else selected_R - first,
                 span,
-                self.map_stddev(question.noise_multiplier),
+                stddev,
                 question,
             )
-            others.append(found + first)
+            keeps.append(keep)
+            others.append(found + first if first else found)
+        keep_U = torch.cat(keeps) if len(keeps) > 1 else keeps[0]
         if read.selected_R is not None:
             keep_U &= found_in(read.selected_R, row_U)
-        return Answer(keep_U, torch.cat(others) if len(others) > 1 else others[0])
+        others_V = torch.cat(others) if len(others) > 1 else others[0]
+        return Answer(bags.runs.only(keep_U), others_V)
 
     def _spans(self, bags: Bags, read: Read, *, is_by_row: bool) -> list[_Span]:
         """Neighbouring tables with one threshold, which share a stream of draws.
@@ -212,7 +215,7 @@ class AdaFEST(Mechanism):
             tables = [range(num_tables)]
         else:
             tables = [range(t, t + 1) for t in range(num_tables)]
-        names = [bags.layout.stack(span).namesake for span in tables]
+        names = [bags.layout.namesake(span) for span in tables]
         return [
             _Span(
                 span,
@@ -259,11 +262,12 @@ def _few_coins(
 ) -> tuple[Tensor, Tensor]:
     """A draw for every row that was read; skips from survivor to survivor among the others."""
     noise, step = question.noise, question.step
-    noisy_U1 = sums_U[:, None].clone()
+    noisy_U = sums_U
     if stddev:
-        drawn = noise.fill_(torch.empty_like(noisy_U1), span.stream("map", step), stddev)
-        noisy_U1 += drawn
-    keep_U = (noisy_U1 >= span.threshold).squeeze(1)
+        drawn_U1 = sums_U.new_empty(sums_U.numel(), 1)
+        noise.fill_(drawn_U1, span.stream("map", step), stddev)
+        noisy_U = drawn_U1.view(-1).add_(sums_U)
+    keep_U = noisy_U >= span.threshold
 
     def uniform(count: int, part: int) -> Tensor:
         return noise.uniform(count, span.stream("survivors", step, part), row_U.device)

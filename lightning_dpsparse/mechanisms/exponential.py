@@ -99,7 +99,11 @@ class ExponentialSelection(Mechanism):
         ranks.sum(best_WK)
         least = best_WK.flatten().topk(k).values[-1]
         return [
-            Answer(d.score_U >= least, d.row_V[d.score_V >= least].sort().values) for d in drawn
+            Answer(
+                lookup.bags.runs.only(d.score_U >= least),
+                d.row_V[d.score_V >= least].sort().values,
+            )
+            for lookup, d in zip(question.lookups, drawn)
         ]
 
     def _noisy_scores(self, read: Read, lookup: Lookup, question: Question) -> _Scores:
@@ -109,7 +113,7 @@ class ExponentialSelection(Mechanism):
         bounded_P = pairs.norm_P.nan_to_num_(self.score_clip).clamp_max_(self.score_clip).double()
         score_U = bounded_P.new_zeros(row_U.numel()).index_add_(0, pairs.position_P, bounded_P)
 
-        name = layout.stack(range(len(layout.widths))).namesake
+        name = layout.namesake(range(len(layout.widths)))
 
         def uniform(count: int, what: str, part: int = 0) -> Tensor:
             stream = Stream(what, read.table_names[name], question.step, read.corners[name], part)

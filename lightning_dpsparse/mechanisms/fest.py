@@ -40,7 +40,8 @@ class FEST(Mechanism):
             row_U, selected_R = lookup.bags.runs.row_U, read.selected_R
             assert selected_R is not None
             others_V = selected_R[~found_in(row_U, selected_R)]
-            answers.append(Answer(found_in(selected_R, row_U), others_V))
+            kept = lookup.bags.runs.only(found_in(selected_R, row_U))
+            answers.append(Answer(kept, others_V))
         return answers
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:

@@ -28,9 +28,10 @@ def survivors(num_rows: int, probability: float, uniform: Callable[[int, int], T
         expected = (num_rows - 1 - last) * probability
         count = math.ceil(expected + 4.0 * math.sqrt(expected)) + 4
         u = uniform(count, part)
-        skipped = (u.log() / math.log1p(-probability) if probability < 1.0 else u * 0.0).floor_()
-        rows = (skipped.clamp_max_(num_rows).long() + 1).cumsum(0) + last
+        skipped = u.log_().div_(math.log1p(-probability)) if probability < 1.0 else u.zero_()
+        # Whole numbers that float64 holds exactly, up to far beyond the last row.
+        rows = skipped.floor_().add_(1.0).cumsum_(0).add_(float(last))
         pieces.append(rows)
-        last, part = int(rows[-1]), part + 1
+        last, part = min(int(rows[-1].clamp_max(num_rows)), num_rows), part + 1
     found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return found[found < num_rows]
+    return found[found < num_rows].long()

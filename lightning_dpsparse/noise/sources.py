@@ -10,6 +10,7 @@ RowNoise    a draw is a function of (key, purpose, table, global row, column, st
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -21,6 +22,10 @@ from lightning_dpsparse.hashing import U64, mix, unit
 from lightning_dpsparse.noise.keys import RunKey, Stream
 
 # R rows, D columns
+
+
+_CHUNK = 1 << 15
+"""Numbers drawn at a time: what stays in cache."""
 
 
 class NoiseSource(Protocol):
@@ -50,6 +55,10 @@ class NoiseSource(Protocol):
         """
         ...
 
+    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
+        """Add such draws to `out_RD`, which is contiguous, without memory for all of them."""
+        ...
+
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         """Float64 numbers in (0, 1], with 53 bits."""
         ...
@@ -72,6 +81,15 @@ class FastNoise:
         steps_R: Tensor | None = None,
     ) -> Tensor:
         return out_RD.normal_(0.0, stddev, generator=self._generator(out_RD.device, stream))
+
+    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
+        generator = self._generator(out_RD.device, stream)
+        flat = out_RD.view(-1)
+        size = min(flat.numel(), _CHUNK if flat.device.type == "cpu" else 64 * _CHUNK)
+        drawn = flat.new_empty(size)
+        for piece in flat.split(max(1, size)):
+            piece += drawn[: piece.numel()].normal_(0.0, stddev, generator=generator)
+        return out_RD
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         generator = self._generator(device, stream)
@@ -102,8 +120,6 @@ def _mersenne_state(key: RunKey, stream: Stream) -> Tensor:
     return torch.from_numpy(state)
 
 
-_CHUNK = 1 << 15
-"""Numbers drawn at a time: what stays in cache."""
 _ZEROS = bytes(4 * _CHUNK)
 
 
@@ -146,6 +162,11 @@ class SecureNoise:
             cosine = torch.cos(angle, out=numbers[_CHUNK : _CHUNK + half]).mul_(radius)
             piece[:half] = cosine
             piece[half:] = angle.sin_().mul_(radius)[: count - half]
+        return out_RD
+
+    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
+        for part, piece in enumerate(out_RD.view(1, -1).split(16 * _CHUNK, dim=1)):
+            piece += self.fill_(torch.empty_like(piece), replace(stream, part=part), stddev)
         return out_RD
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
@@ -197,6 +218,10 @@ class RowNoise:
         radius = np.sqrt(-2.0 * np.log(1.0 - unit(mix(cell_RD))))
         angle = 2.0 * math.pi * unit(mix(cell_RD + np.uint64(1)))
         return (radius * np.cos(angle)).astype(np.float32)
+
+    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
+        out_RD += self.fill_(torch.empty_like(out_RD), stream, stddev)
+        return out_RD
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         """Keyed by the stream, as elsewhere: these belong to no row."""

@@ -40,7 +40,7 @@ class KernelDebts:
             Debts(
                 mechanism,
                 matrix_of(self._tbe, stack),
-                StackNoise(noise, stack, table_names, corners),
+                StackNoise(noise, stack, table_names, corners, layout.namesake(stack.tables)),
                 self._clock,
             )
             for stack in layout.stacks

@@ -39,7 +39,7 @@ class GradientSize:
         """One step on this rank."""
         self._steps += 1
         for read, gradients in zip(reads, updated):
-            for stack, gradient in zip(read.stacks, gradients):
+            for stack, gradient in zip(read.layout.stacks, gradients):
                 self._numbers += gradient.values_UD.numel()
                 for table, (start, stop) in zip(
                     stack.tables, pairwise(stack.bounds(gradient.rows_U))

@@ -142,7 +142,7 @@ class PrivateSteps:
         counts = self._sums.units_clipped.new_zeros(4)
         counts[2] = sum(g.rows_U.numel() for read in self._sums.tables for g in read)
         reads = all_reads(self._collections)
-        counts[3] = sum(stack.num_rows for read in reads for stack in read.stacks)
+        counts[3] = sum(stack.num_rows for read in reads for stack in read.layout.stacks)
         _sum_over_ranks(counts)
         counts[:2] = self._sums.units_clipped  # every rank has counted all
         return counts

@@ -20,7 +20,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Stack
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -71,8 +71,8 @@ class KernelRead:
         return all(piece.has_all_columns for piece in self.pieces)
 
     @property
-    def stacks(self) -> tuple[Stack, ...]:
-        return self.bags.layout.stacks
+    def layout(self) -> Layout:
+        return self.bags.layout
 
     def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
         apply_to_rows(

@@ -38,7 +38,7 @@ class FakeRead:
     table_names = NAMES
     corners = ((0, 0), (0, 0))
     order_B = None
-    stacks = LAYOUT.stacks
+    layout = LAYOUT
 
     def lookup(self) -> Lookup:
         flat = [bag for f in range(3) for bag in (example[f] for example in self.bags)]

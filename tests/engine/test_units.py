@@ -49,15 +49,16 @@ def test_norms_of_users_on_tables_match_autograd(
     lookup = tables.make(tables.LAYOUTS[name], most, weighted=weighted, mean=mean)
     mask = tables.mask_of(lookup.layout) if masked else None
     gradients = tables.example_gradients(lookup, mask)
-    keep_U = None if mask is None else mask[lookup.bags.runs.row_U]
+    runs = lookup.bags.runs
+    kept = None if mask is None else runs.only(mask[runs.row_U])
     for sizes in ([6], [2, 4], [1, 3, 1, 1], [1] * 6):
         leader_B = leaders_of(sizes)
-        found = square_norms(lookup, keep_U, leader_B=leader_B)
+        found = square_norms(lookup, kept, leader_B=leader_B)
         expected = square_of_sums(gradients, sizes)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert found[leader_B != torch.arange(6)].eq(0).all()
         for table in range(len(lookup.layout.widths)):
-            found = square_norms(lookup, keep_U, tables=[table], leader_B=leader_B)
+            found = square_norms(lookup, kept, tables=[table], leader_B=leader_B)
             expected = square_of_sums([[g[table]] for g in gradients], sizes)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

@@ -262,10 +262,10 @@ def passes(mechanism: AdaFEST, noise: NoiseSource, selected_R: Tensor | None) ->
     result = torch.zeros(STEPS, LAYOUT.first_row[-1], dtype=torch.float64)
     for step in range(STEPS):
         (answer,) = mechanism.answer(replace(question, step=step))
-        assert answer.keep_U.shape == row_U.shape
+        assert torch.isin(answer.kept.row_U, row_U).all()
         assert answer.others_V.diff().gt(0).all()
         assert not torch.isin(answer.others_V, row_U).any()  # each row once
-        result[step, row_U[answer.keep_U]] = 1.0
+        result[step, answer.kept.row_U] = 1.0
         result[step, answer.others_V] = 1.0
     return result
 
@@ -362,9 +362,13 @@ def test_ranks_that_have_nothing_of_the_first_table_have_their_own_mask() -> Non
 
 def test_ranks_that_have_nothing_of_the_first_table_have_their_own_noise() -> None:
     one, two = (
-        StackNoise(FastNoise(KEY), read.stacks[0], read.table_names, read.corners).fill_(
-            torch.empty(3, 2), "gradient", 0, torch.arange(3)
-        )
+        StackNoise(
+            FastNoise(KEY),
+            read.layout.stacks[0],
+            read.table_names,
+            read.corners,
+            read.layout.namesake(read.layout.stacks[0].tables),
+        ).fill_(torch.empty(3, 2), "gradient", 0, torch.arange(3))
         for read in reads_without_first_table()
     )
     assert not torch.equal(one, two)
@@ -380,9 +384,9 @@ def test_pieces_of_a_row_pass_together(source: Any) -> None:
     ]
     for step in range(20):
         one, two = mechanism.answer(ask(reads, source(KEY), 5.0, step))
-        assert torch.equal(one.keep_U, two.keep_U)
+        assert torch.equal(one.kept.row_U, two.kept.row_U)
         assert torch.equal(one.others_V, two.others_V)
-        assert 0 < one.keep_U.sum() + one.others_V.numel() < 12
+        assert 0 < one.kept.row_U.numel() + one.others_V.numel() < 12
 
 
 def test_without_noise_the_threshold_itself_passes() -> None:
@@ -391,9 +395,9 @@ def test_without_noise_the_threshold_itself_passes() -> None:
     for threshold, kept, others in ((1.0, [1], []), (0.5, [1, 3, 9], []), (0.0, [1, 3, 9], None)):
         mechanism = AdaFEST(threshold=threshold, map_clip_norm=1.0)
         (answer,) = mechanism.answer(ask([read], FastNoise(KEY), 0.0))
-        assert read.bags.runs.row_U[answer.keep_U].tolist() == kept
+        assert answer.kept.row_U.tolist() == kept
         unread = [r for r in range(12) if r not in (1, 3, 9)]
         assert answer.others_V.tolist() == (unread if others is None else others)
     exactly = AdaFEST(threshold=1.0)
     (answer,) = exactly.answer(ask([paper_read(SMALL, [[[6], [], []]])], FastNoise(KEY), 0.0))
-    assert answer.keep_U.tolist() == [True]
+    assert answer.kept.row_U.tolist() == [6]

@@ -105,7 +105,7 @@ class Kernel:
     order_B: Tensor | None = None
     has_whole_rows: bool = True
     selected_R: Tensor | None = None
-    stacks: Sequence[Any] = ()
+    layout: Any = None
 
 
 def lookup(layout: Layout, bags: list[list[int]], gradient_BE: Any) -> Lookup:
@@ -143,7 +143,7 @@ def rows_of(answers: list[Answer], lookups: Sequence[Lookup] = LOOKUPS) -> list[
         row_U, others = look.bags.runs.row_U, answer.others_V
         assert not set(row_U.tolist()) & set(others.tolist())
         assert (others[1:] > others[:-1]).all()
-        found.append(sorted([*row_U[answer.keep_U].tolist(), *others.tolist()]))
+        found.append(sorted([*answer.kept.row_U.tolist(), *others.tolist()]))
     return found
 
 

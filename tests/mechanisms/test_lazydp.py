@@ -29,7 +29,7 @@ def learning_rate(step: int) -> float:
 
 def indebted(source: NoiseSource, mechanism: LazyDP) -> tuple[Debts, Clock, Tensor]:
     weight, clock = torch.zeros(3000, WIDTH), Clock(torch.device("cpu"))
-    noise = StackNoise(source, LAYOUT.stacks[0], NAMES, CORNERS)
+    noise = StackNoise(source, LAYOUT.stacks[0], NAMES, CORNERS, 0)
     return Debts(mechanism, weight, noise, clock), clock, weight
 
 

@@ -75,6 +75,21 @@ def test_the_same_key_and_stream_replay(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
+def test_noise_is_added_to_what_is_there(kind: Any) -> None:
+    """Chunk by chunk, none like another, with the deviation that was asked for."""
+    size = 3 * (1 << 15) + 5
+    start = torch.arange(size, dtype=torch.float32)[None] / size
+    added = kind(KEY).add_(start.clone(), STREAM, 2.0) - start
+    assert abs(added.square().mean() - 4) < 5 * 4 * math.sqrt(2 / size)
+    one, two, three = added[0, : size - 5].view(3, -1)
+    for a, b in ((one, two), (two, three), (one, three)):
+        assert abs((a * b).mean()) < 5 * 4 / math.sqrt(a.numel())
+    assert torch.equal(added, kind(KEY).add_(start.clone(), STREAM, 2.0) - start)
+    other = Stream("gradient", "table_0", 4)
+    assert not torch.equal(added, kind(KEY).add_(start.clone(), other, 2.0) - start)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 def test_seeding_everything_does_not_reach_it_nor_the_other_way_round(kind: Any) -> None:
     runs = []
     for _ in range(2):
