@@ -145,6 +145,12 @@ def test_all_recipes_of_the_readme_exist() -> None:
         "dlrm_criteo_kaggle.yaml",
         "dlrm_dcn_criteo_1tb.yaml",
         "pctr_criteo_kaggle.yaml",
+        "pctr_adafest.yaml",
+        "pctr_fest.yaml",
+        "pctr_adafest_plus.yaml",
+        "pctr_exponential.yaml",
+        "pctr_streaming.yaml",
+        "pctr_streaming_criteo.yaml",
     }
 
 

@@ -65,6 +65,9 @@ def _is_simple(lookup: Lookup, tables: Collection[int]) -> bool:
 
 def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
     """Every lookup is a row of its own to its example: only those of kept rows are looked at."""
+    squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
+    if kept.order_L.numel() == 0:
+        return squares_B
     num_features = len(lookup.layout.table_of_feature)
     feature_L = kept.order_L // lookup.num_examples  # one id to a bag: a lookup is its bag
     example_L = kept.order_L - feature_L * lookup.num_examples
@@ -73,7 +76,6 @@ def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
     squares_L = torch.linalg.vector_norm(value_LD, dim=1).square_()
     if lookup.coefficient_L is not None:
         squares_L *= lookup.coefficient_L[kept.order_L].square()
-    squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
     return squares_B.index_add_(0, example_L, squares_L)
 
 

@@ -34,6 +34,8 @@ class RowGradient:
         if others_V.numel() == 0:
             return self
         count = self.rows_U.numel() + others_V.numel()
+        if count == others_V.numel():
+            return RowGradient(others_V, self.values_UD.new_zeros(count, self.values_UD.shape[1]))
         at_U = torch.searchsorted(others_V, self.rows_U)
         at_U += torch.arange(at_U.numel(), device=at_U.device)
         at_V = torch.searchsorted(self.rows_U, others_V)
@@ -66,6 +68,9 @@ def clipped_row_gradients(
     """
     bags, layout, num_examples = lookup.bags, lookup.layout, max(1, lookup.num_examples)
     runs = bags.runs if kept is None else kept
+    if runs.row_U.numel() == 0:
+        widths = [layout.widths[stack.tables.start] for stack in layout.stacks]
+        return [RowGradient(runs.row_U, lookup.gradient_BE.new_zeros(0, w)) for w in widths]
     row_U, start_U, order_L = runs.row_U, runs.start_U, runs.order_L
     bag_L = bags.bag_L[order_L]
     feature_L = bag_L // num_examples

@@ -161,14 +161,15 @@ class PrivateRun:
     def _charge_selection(self, run: RunPlan, ledger: Ledger) -> None:
         """One release more than the schedule has, if the target covers it."""
         assert run.release is not None
-        ledger.charge(run.release, steps=0)
-        target = self.plan.epsilon
-        if target is not None and from_rank_zero(lambda: ledger.epsilon(run.delta)) > target:
+        ahead, target = ledger.copy(), self.plan.epsilon
+        ahead.charge(run.release, steps=0)
+        if target is not None and from_rank_zero(lambda: ahead.epsilon(run.delta)) > target:
             raise BudgetSpentError(
                 f"Expected a selection of rows within epsilon={target:g}, found that the budget "
                 "does not cover another one. Nothing was counted. Keep the earlier selection, or "
                 "raise epsilon."
             )
+        ledger.charge(run.release, steps=0)
 
     def _select(self, step: int) -> None:
         """By the data, which has been charged: by this step's period where periods count apart."""

@@ -121,7 +121,7 @@ class IdCounter:
             keys = [self._distinct(by_feature[f], f, table.num_rows) for f in table.features]
             key = keys[0] if len(keys) == 1 else torch.cat(keys).unique()
             ids = key % table.num_rows
-            self.counts[table.name] += torch.bincount(ids, minlength=table.num_rows)
+            self.counts[table.name].index_add_(0, ids, torch.ones_like(ids))
 
     def _distinct(self, bags: Any, feature: str, num_rows: int) -> Tensor:
         """example * num_rows + id for the first m_f distinct ids of every bag, smallest first."""
