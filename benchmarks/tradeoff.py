@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -164,7 +165,7 @@ def train(setting: Setting, epsilon: float, seed: int, data: Data, noise: float 
             "seed": seed,
             "auc": round(float(trainer.callback_metrics["val_auroc"]), 5),
             "reduction": round(reduction.reduction, 3),
-            "noise_multiplier": round(run.noise_multiplier, 4),
+            "noise_multiplier": math.ceil(run.noise_multiplier * 1e4) / 1e4,  # used again below
             "steps": trainer.global_step,
         }
 
