@@ -43,7 +43,7 @@ def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: 
     tau = sigma1 C1 Psi^-1(false positives / rows)
 
     >>> round(threshold_for_false_positives(100, 26_000_000, noise_stddev=4.0), 3)
-    17.892
+    17.894
     """
     if not 0 < per_step < num_rows:
         raise ValueError(
