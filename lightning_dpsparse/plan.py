@@ -13,7 +13,7 @@ from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
 from lightning_dpsparse.mechanisms.fest import selection_of
-from lightning_dpsparse.mechanisms.selection import GumbelHistogram
+from lightning_dpsparse.mechanisms.selection import GumbelHistogram, Histogram
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from lightning_dpsparse.sampling.poisson import Phase
@@ -138,7 +138,7 @@ class PrivacyPlan:
                 "examples are drawn one by one: there is no event for both. Leave max_batch_size "
                 "out, or draw whole users."
             )
-        if selection is None or not selection.frequencies.reads_data:
+        if selection is None or not isinstance(selection.frequencies, Histogram):
             return
         if selection.renew and not self.by_day:
             raise ValueError(

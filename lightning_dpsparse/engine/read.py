@@ -26,8 +26,16 @@ class Table:
 
     @property
     def short_name(self) -> str:
-        """Its own name, as its configuration has it."""
-        return self.name.removesuffix(".weight").rpartition(".")[2]
+        return short_name(self.name)
+
+
+def short_name(path: str) -> str:
+    """A table's own name, as its configuration has it, from the path of its weight.
+
+    >>> short_name("net.tables.embedding_bags.table_0.weight")
+    'table_0'
+    """
+    return path.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass(frozen=True)

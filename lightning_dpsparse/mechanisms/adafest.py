@@ -16,7 +16,7 @@ from lightning_dpsparse.accounting.events import split_noise
 from lightning_dpsparse.engine.contributions import contributions
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
-from lightning_dpsparse.engine.read import Read, Table, add_up, renumber, take
+from lightning_dpsparse.engine.read import Read, Table, add_up, renumber, short_name, take
 from lightning_dpsparse.engine.rows import RowGradient, found_in
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.skipping import survivors
@@ -187,15 +187,13 @@ class AdaFEST(Mechanism):
                 here = slice(*torch.searchsorted(row_U, row_U.new_tensor([first, stop])).tolist())
                 selected_R = _between(selected_R, first, stop)
             passes = _all_coins if question.noise.is_by_row else _few_coins
-            keep, found = passes(
+            rows = _Rows(
                 row_U[here] - first if first else row_U[here],
                 sums_U[here],
                 stop - first,
                 None if selected_R is None else selected_R - first,
-                span,
-                stddev,
-                question,
             )
+            keep, found = passes(rows, span, stddev, question)
             keeps.append(keep)
             others.append(found + first if first else found)
         keep_U = torch.cat(keeps) if len(keeps) > 1 else keeps[0]
@@ -233,7 +231,7 @@ class AdaFEST(Mechanism):
 
     def _own_threshold(self, path: str) -> float | None:
         """The table's own name, or the path of its weight, may match a pattern."""
-        name = path.removesuffix(".weight").rpartition(".")[2]
+        name = short_name(path)
         for pattern, threshold in self.table_thresholds.items():
             if fnmatchcase(name, pattern) or fnmatchcase(path, pattern):
                 return threshold
@@ -251,52 +249,53 @@ class _Span:
         return Stream(purpose, self.name, step, self.corner, part)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a span, numbered from its first."""
+
+    row_U: Tensor
+    """Those that were read, sorted."""
+    sums_U: Tensor
+    """V without noise, on each of them."""
+    num_rows: int
+    selected_R: Tensor | None
+
+
 def _few_coins(
-    row_U: Tensor,
-    sums_U: Tensor,
-    num_rows: int,
-    selected_R: Tensor | None,
-    span: _Span,
-    stddev: float,
-    question: Question,
+    rows: _Rows, span: _Span, stddev: float, question: Question
 ) -> tuple[Tensor, Tensor]:
     """A draw for every row that was read; skips from survivor to survivor among the others."""
     noise, step = question.noise, question.step
-    noisy_U = sums_U
+    noisy_U = rows.sums_U
     if stddev:
-        drawn_U1 = sums_U.new_empty(sums_U.numel(), 1)
+        drawn_U1 = noisy_U.new_empty(noisy_U.numel(), 1)
         noise.fill_(drawn_U1, span.stream("map", step), stddev)
-        noisy_U = drawn_U1.view(-1).add_(sums_U)
+        noisy_U = drawn_U1.view(-1).add_(rows.sums_U)
     keep_U = noisy_U >= span.threshold
 
     def uniform(count: int, part: int) -> Tensor:
-        return noise.uniform(count, span.stream("survivors", step, part), row_U.device)
+        return noise.uniform(count, span.stream("survivors", step, part), question.device)
 
     # Coins are tossed for all rows, and those of rows that had a draw of their own are dropped.
-    count = num_rows if selected_R is None else selected_R.numel()
+    selected_R = rows.selected_R
+    count = rows.num_rows if selected_R is None else selected_R.numel()
     rows_V = survivors(count, survival(span.threshold, stddev), uniform)
     rows_V = rows_V if selected_R is None else selected_R[rows_V]
-    return keep_U, rows_V[~found_in(row_U, rows_V)]
+    return keep_U, rows_V[~found_in(rows.row_U, rows_V)]
 
 
 def _all_coins(
-    row_U: Tensor,
-    sums_U: Tensor,
-    num_rows: int,
-    selected_R: Tensor | None,
-    span: _Span,
-    stddev: float,
-    question: Question,
+    rows: _Rows, span: _Span, stddev: float, question: Question
 ) -> tuple[Tensor, Tensor]:
     """A draw for every row, for sources whose draws belong to rows. As slow as it sounds."""
-    noisy_R = sums_U.new_zeros(num_rows, 1)
+    noisy_R = rows.sums_U.new_zeros(rows.num_rows, 1)
     question.noise.fill_(noisy_R, span.stream("map", question.step), stddev)
-    noisy_R[row_U, 0] += sums_U
+    noisy_R[rows.row_U, 0] += rows.sums_U
     passes_R = (noisy_R >= span.threshold).squeeze(1)
-    keep_U = passes_R[row_U]
-    passes_R[row_U] = False
+    keep_U = passes_R[rows.row_U]
+    passes_R[rows.row_U] = False
     rows_V = passes_R.nonzero().squeeze(1)
-    return keep_U, rows_V if selected_R is None else rows_V[found_in(selected_R, rows_V)]
+    return keep_U, rows_V if rows.selected_R is None else rows_V[found_in(rows.selected_R, rows_V)]
 
 
 def _among(bags: Bags, read: Read) -> Tensor | None:

@@ -24,16 +24,6 @@ from lightning_dpsparse.noise.sources import NoiseSource
 class Frequencies(ABC):
     """Where counts of ids come from."""
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether the training data is counted, which must be paid for."""
-        return True
-
-    @property
-    def trusted(self) -> str | None:
-        """For the report: what is taken to be public, if anything is."""
-        return None
-
     @abstractmethod
     def event(self, tables: Sequence[Table]) -> DpEvent | None:
         """What one release of all counts costs; None is nothing."""
@@ -47,11 +37,8 @@ class PublicFrequencies(Frequencies):
     """An .npz file with an array for every table, under its name: a count for every row."""
 
     @property
-    def reads_data(self) -> bool:
-        return False
-
-    @property
     def trusted(self) -> str:
+        """For the report."""
         return f"The frequencies in {self.path}, by which rows were selected: taken to be public."
 
     def event(self, tables: Sequence[Table]) -> None:
@@ -101,7 +88,6 @@ class Histogram(Frequencies):
         """sum_f m_f: how many counts one example may move by one."""
         return sum(self.most_ids(feature) for table in tables for feature in table.features)
 
-    @abstractmethod
     def noisy(
         self,
         counts: Mapping[str, Tensor],
@@ -111,6 +97,23 @@ class Histogram(Frequencies):
         release: int,
     ) -> dict[str, Tensor]:
         """The counts of all rows, with noise. `release` names the draws: new every time."""
+        scale = self.scale(tables, examples_per_unit)
+        noisy = {}
+        for table in tables:
+            count_R, stream = counts[table.name], Stream("selection", table.name, release)
+            drawn_R = self.draw(table.num_rows, scale, source, stream, count_R.device)
+            noisy[table.name] = count_R + drawn_R.double()
+        return noisy
+
+    @abstractmethod
+    def scale(self, tables: Sequence[Table], examples_per_unit: int) -> float:
+        """Of the noise."""
+
+    @abstractmethod
+    def draw(
+        self, count: int, scale: float, source: NoiseSource, stream: Stream, device: torch.device
+    ) -> Tensor:
+        """Noise for so many rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,25 +134,14 @@ class NoisyHistogram(Histogram):
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return gaussian(self.noise_multiplier)
 
-    def stddev(self, tables: Sequence[Table], examples_per_unit: int) -> float:
+    def scale(self, tables: Sequence[Table], examples_per_unit: int) -> float:
         norm = examples_per_unit * math.sqrt(self.counts_per_example(tables))
         return self.noise_multiplier * norm
 
-    def noisy(
-        self,
-        counts: Mapping[str, Tensor],
-        tables: Sequence[Table],
-        examples_per_unit: int,
-        source: NoiseSource,
-        release: int,
-    ) -> dict[str, Tensor]:
-        stddev = self.stddev(tables, examples_per_unit)
-        noisy = {}
-        for table in tables:
-            drawn_R1 = torch.empty(table.num_rows, 1, device=counts[table.name].device)
-            source.fill_(drawn_R1, Stream("selection", table.name, release), stddev)
-            noisy[table.name] = counts[table.name] + drawn_R1[:, 0].double()
-        return noisy
+    def draw(
+        self, count: int, scale: float, source: NoiseSource, stream: Stream, device: torch.device
+    ) -> Tensor:
+        return source.fill_(torch.empty(count, 1, device=device), stream, scale).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,21 +163,14 @@ class GumbelHistogram(Histogram):
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return composed([(gumbel(self.epsilon), self.counts_per_example(tables))])
 
-    def noisy(
-        self,
-        counts: Mapping[str, Tensor],
-        tables: Sequence[Table],
-        examples_per_unit: int,
-        source: NoiseSource,
-        release: int,
-    ) -> dict[str, Tensor]:
+    def scale(self, tables: Sequence[Table], examples_per_unit: int) -> float:
         assert examples_per_unit == 1  # the plan refuses users
-        noisy = {}
-        for table in tables:
-            stream, count = Stream("selection", table.name, release), counts[table.name]
-            u = source.uniform(table.num_rows, stream, count.device)
-            noisy[table.name] = count - (-u.log()).log_() / self.epsilon
-        return noisy
+        return 1.0 / self.epsilon
+
+    def draw(
+        self, count: int, scale: float, source: NoiseSource, stream: Stream, device: torch.device
+    ) -> Tensor:
+        return (-source.uniform(count, stream, device).log()).log_().mul_(-scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +209,7 @@ class Selection:
             )
         if min(value for value in given if value is not None) < 1:
             raise ValueError("Expected at least one row to be selected, found fewer.")
-        if self.renew and not self.frequencies.reads_data:
+        if self.renew and not isinstance(self.frequencies, Histogram):
             raise ValueError(
                 "Expected counts of the data with renew=True, found public ones: there is nothing "
                 "to renew. Leave renew out."

@@ -16,6 +16,7 @@ from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
 from lightning_dpsparse.budget import Budget, BudgetSpentError, forecast
 from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.mechanisms.selection import PublicFrequencies
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loader
 from lightning_dpsparse.plugin.selecting import RowSelector, tell_tables
@@ -147,11 +148,10 @@ class PrivateRun:
         examples = self.plan.unit.max_examples if isinstance(self.plan.unit, Users) else 1
         source = self.plan.make_source(self._key)
         self._selector = RowSelector(selection, module, source, examples)
-        if not selection.frequencies.reads_data:
-            self._selector.select_by_public_counts()
-            trusted = selection.frequencies.trusted
-            if trusted is not None and trusted not in self._not_covered:
-                self._not_covered.append(trusted)
+        if isinstance(selection.frequencies, PublicFrequencies):
+            self._selector.select_by_public_counts(selection.frequencies)
+            if selection.frequencies.trusted not in self._not_covered:
+                self._not_covered.append(selection.frequencies.trusted)
         elif self._selected_before and self._selected_before["of"] == repr(selection):
             self._selector.restore(self._selected_before)
         elif not run.selects_before(ledger.steps - ledger.lost):

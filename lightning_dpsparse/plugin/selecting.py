@@ -54,10 +54,8 @@ class RowSelector:
                 f"smallest has {smallest} rows."
             )
 
-    def select_by_public_counts(self) -> None:
+    def select_by_public_counts(self, frequencies: PublicFrequencies) -> None:
         """From a file: nothing to pay."""
-        frequencies = self.selection.frequencies
-        assert isinstance(frequencies, PublicFrequencies)
         self._take(from_rank_zero(lambda: self.selection.largest(frequencies.scores(self._tables))))
 
     def select_by_data(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dpsparse.engine.read import Read
+from lightning_dpsparse.engine.read import Read, short_name
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.sharded.shards import sharded_collections
 
@@ -59,11 +59,7 @@ class GradientSize:
         *rows, numbers = (totals / max(1, self._steps)).tolist()
         self._forget()
         return {
-            **{f"rows_updated/{_short(name)}": rows[i] for name, i in self._place.items()},
+            **{f"rows_updated/{short_name(name)}": rows[i] for name, i in self._place.items()},
             "rows_updated": sum(rows),
             "gradient_reduction": self._numbers_in_all / max(1.0, numbers),
         }
-
-
-def _short(path: str) -> str:
-    return path.removesuffix(".weight").rpartition(".")[2]

@@ -6,7 +6,7 @@ stops there and leaves the gradient on the rank that owns the rows, for the exam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -135,44 +135,39 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         self._map_ids = None
         if rows is None:
             return
-        for lookup in self._lookups:
-            for kernel in lookup._emb_modules:
-                pieces = self._pieces(kernel)
-                self._selected[kernel] = rows_of_kernel(
-                    rows,
-                    kernel_layout(kernel),
-                    [piece.name for piece in pieces],
-                    [piece.corner for piece in pieces],
-                    kernel.emb_module.current_device,
-                )
+        for kernel, pieces in self._kernels():
+            self._selected[kernel] = rows_of_kernel(
+                rows,
+                kernel_layout(kernel),
+                [piece.name for piece in pieces],
+                [piece.corner for piece in pieces],
+                kernel.emb_module.current_device,
+            )
         if row_for_others is not None:
             configs = self._embedding_bag_configs
             names = [f"{self._module_fqn}.embedding_bags.{c.name}.weight" for c in configs]
             self._map_ids = OneRowForOthers(configs, [rows[n] for n in names], row_for_others)
 
     def check_whole_rows(self, mechanism: str) -> None:
-        for lookup in self._lookups:
-            for kernel in lookup._emb_modules:
-                for piece in self._pieces(kernel):
-                    if not piece.has_all_columns:
-                        raise ValueError(
-                            f"Expected all columns of a row on one rank with {mechanism}, found "
-                            f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
-                        )
+        for _, pieces in self._kernels():
+            for piece in pieces:
+                if not piece.has_all_columns:
+                    raise ValueError(
+                        f"Expected all columns of a row on one rank with {mechanism}, found "
+                        f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
+                    )
 
     def defer_noise(self, mechanism: LazyDP, noise: NoiseSource) -> None:
         """From now on rows owe noise."""
-        for lookup in self._lookups:
-            for kernel in lookup._emb_modules:
-                pieces = self._pieces(kernel)
-                self.debts[kernel] = KernelDebts(
-                    kernel,
-                    kernel_layout(kernel),
-                    [piece.name for piece in pieces],
-                    [piece.corner for piece in pieces],
-                    mechanism,
-                    noise,
-                )
+        for kernel, pieces in self._kernels():
+            self.debts[kernel] = KernelDebts(
+                kernel,
+                kernel_layout(kernel),
+                [piece.name for piece in pieces],
+                [piece.corner for piece in pieces],
+                mechanism,
+                noise,
+            )
 
     @property
     def _is_private_read(self) -> bool:
@@ -268,6 +263,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             return leaf_BE
 
         return hook
+
+    def _kernels(self) -> Iterator[tuple[Any, tuple[TablePiece, ...]]]:
+        """Every kernel of this rank, with the pieces of tables that it holds."""
+        for lookup in self._lookups:
+            for kernel in lookup._emb_modules:
+                yield kernel, self._pieces(kernel)
 
     def _pieces(self, kernel: Any) -> tuple[TablePiece, ...]:
         return tuple(

@@ -168,7 +168,7 @@ def test_tables_releases_and_keys_draw_apart(source: Any, histogram: Histogram) 
 def test_counts_per_example_add_up_over_features_and_tables() -> None:
     histogram = NoisyHistogram(max_ids_per_bag=2, max_ids_of={"x": 7})
     assert histogram.counts_per_example(TABLES) == 7 + 2 + 2 + 7
-    assert histogram.stddev(TABLES, 3) == pytest.approx(50.0 * 3 * math.sqrt(18))
+    assert histogram.scale(TABLES, 3) == pytest.approx(50.0 * 3 * math.sqrt(18))
 
 
 # ---- public counts ------------------------------------------------------------------------------
@@ -185,7 +185,6 @@ def test_public_counts_are_read_by_the_tables_own_names(tmp_path: Path) -> None:
         tables[1].name: [0.5, 0.25],
     }
     assert public.event(tables) is None
-    assert not public.reads_data
     assert str(path) in public.trusted
 
 

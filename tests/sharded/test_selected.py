@@ -129,7 +129,7 @@ def test_removing_one_example_moves_the_counts_by_at_most_their_sensitivity(
     rest = [e for i, e in enumerate(examples) if i != removed % len(examples)]
     moved = flat(counted(examples, histogram)) - flat(counted(rest, histogram))
     assert set(moved.tolist()) <= {0, 1}
-    bound = histogram.stddev(TABLES, 1) / histogram.noise_multiplier
+    bound = histogram.scale(TABLES, 1) / histogram.noise_multiplier
     assert bound == pytest.approx(
         math.sqrt(2 * histogram.most_ids("y") + histogram.most_ids("x") + histogram.most_ids("z"))
     )
