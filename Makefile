@@ -20,7 +20,7 @@ demo: setup       ## Train a DLRM privately on synthetic clicks: its AUC and pri
 	$(BIN)/python -m lightning_dpsparse fit --config recipes/dlrm_lazydp.yaml
 
 test: setup       ## Run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup       ## ruff and mypy
 	$(BIN)/ruff check .
