@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -44,9 +45,66 @@ class ClickDataset(Dataset[Clicks], ABC):
     def __getitem__(self, index: int) -> Clicks:
         return self.__getitems__([index])
 
+    def random_examples(self, count: int, seed: int) -> Clicks:
+        """Examples that nobody has: a uniform id per feature, counts of any size, a fair coin."""
+        draws = np.random.default_rng(seed)
+        num_counts = self.__getitems__([]).counts_BC.shape[1]
+        counts_BC = np.floor(np.exp(5.0 * draws.random((count, num_counts))) - 1.0)
+        rows_F1 = np.array(self.num_rows, dtype=np.int64)[:, None]
+        return Clicks(
+            labels_B=draws.integers(2, size=count).astype(np.float32),
+            counts_BC=counts_BC.astype(np.float32),
+            lengths_FB=np.ones((len(self.num_rows), count), dtype=np.int64),
+            ids_L=draws.integers(rows_F1, size=(len(self.num_rows), count)).reshape(-1),
+        )
 
-def collate(clicks: Clicks) -> Batch:
+
+def join(first: Clicks, second: Clicks) -> Clicks:
+    """The second's examples behind the first's.
+
+    Bags lie feature by feature, so the ids of the two take turns.
+
+    >>> one = Clicks(np.ones(1), np.zeros((1, 0)), np.array([[1], [2]]), np.array([1, 2, 2]))
+    >>> two = Clicks(np.zeros(1), np.zeros((1, 0)), np.array([[2], [0]]), np.array([7, 8]))
+    >>> join(one, two).lengths_FB.tolist(), join(one, two).ids_L.tolist()
+    ([[1, 2], [2, 0]], [1, 7, 8, 2, 2])
+    """
+    turns = zip(_ids_by_feature(first), _ids_by_feature(second))
+    return Clicks(
+        labels_B=np.concatenate([first.labels_B, second.labels_B]),
+        counts_BC=np.concatenate([first.counts_BC, second.counts_BC]),
+        lengths_FB=np.concatenate([first.lengths_FB, second.lengths_FB], axis=1),
+        ids_L=np.concatenate(list(chain.from_iterable(turns))),
+    )
+
+
+def select(clicks: Clicks, index_B: NDArray[np.int64]) -> Clicks:
+    """Some of the examples, in the order given; one may come up more than once.
+
+    >>> some = Clicks(np.ones(2), np.zeros((2, 0)), np.array([[1, 2]]), np.array([4, 5, 6]))
+    >>> select(some, np.array([1, 0, 1])).ids_L.tolist()
+    [5, 6, 4, 5, 6]
+    """
+    lengths_FB = clicks.lengths_FB[:, index_B]
+    begin_FB = np.cumsum(clicks.lengths_FB).reshape(clicks.lengths_FB.shape) - clicks.lengths_FB
+    length_N, begin_N = lengths_FB.reshape(-1), begin_FB[:, index_B].reshape(-1)
+    within_L = np.arange(length_N.sum()) - np.repeat(np.cumsum(length_N) - length_N, length_N)
+    return Clicks(
+        labels_B=clicks.labels_B[index_B],
+        counts_BC=clicks.counts_BC[index_B],
+        lengths_FB=lengths_FB,
+        ids_L=clicks.ids_L[np.repeat(begin_N, length_N) + within_L],
+    )
+
+
+def _ids_by_feature(clicks: Clicks) -> list[NDArray[np.int64]]:
+    return np.split(clicks.ids_L, np.cumsum(clicks.lengths_FB.sum(1))[:-1])
+
+
+def collate(clicks: Clicks, names: Sequence[str] | None = None) -> Batch:
     """A batch for the model. No example at all is a batch too: Poisson sampling draws it.
+
+    Features are called cat_0, cat_1 and so on unless they have names.
 
     >>> empty = Clicks(np.zeros(0), np.zeros((0, 13)), np.zeros((2, 0), int), np.zeros(0, int))
     >>> collate(empty).sparse_features.keys(), collate(empty).sparse_features.stride()
@@ -56,7 +114,7 @@ def collate(clicks: Clicks) -> Batch:
     return Batch(
         dense_features=torch.from_numpy(clicks.counts_BC),
         sparse_features=KeyedJaggedTensor(
-            keys=[f"cat_{i}" for i in range(num_features)],
+            keys=list(names or (f"cat_{i}" for i in range(num_features))),
             values=torch.from_numpy(clicks.ids_L),
             lengths=torch.from_numpy(clicks.lengths_FB.reshape(-1)),
             stride=batch_size,
@@ -81,6 +139,11 @@ class ClickData(LightningDataModule):
         if batch_size < 1:
             raise ValueError(f"Expected batch_size of at least 1, found {batch_size}.")
         self.batch_size, self.num_workers = batch_size, num_workers
+
+    @staticmethod
+    def collate(clicks: Clicks) -> Batch:
+        """The model's batch; data whose features have names overrides it."""
+        return collate(clicks)
 
     @override
     def train_dataloader(self) -> DataLoader[Clicks]:
@@ -121,7 +184,7 @@ class ClickData(LightningDataModule):
             batch_size=self.batch_size // world_size,
             shuffle=train,
             drop_last=train,
-            collate_fn=cast(Callable[[list[Clicks]], Batch], collate),  # of __getitems__
+            collate_fn=cast(Callable[[list[Clicks]], Batch], self.collate),  # of __getitems__
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),

@@ -1,0 +1,399 @@
+"""MovieLens as watches in order of time, and the windows of them that a recommender learns from.
+
+A rating stands for a watch, whatever its stars. Whoever is tested on was never trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from torchrec.datasets.utils import Batch
+from typing_extensions import override
+
+from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate
+from lightning_dpsparse.hashing import mix, salt, unit
+from lightning_dpsparse.sampling.units import Ints
+
+# N watches, U users (U1: one more), T watches of a user, R movies, B examples, L ids in all bags
+
+FEATURES = ("context", "label")
+
+# Purposes of hash words and of generators: no two draws share one.
+_SPLIT, _WINDOW, _SYNTHETIC = range(3)
+
+_COLUMNS = ("userId", "movieId", "rating", "timestamp")
+_TYPES = dict(zip(_COLUMNS, (pa.uint32(), pa.uint32(), pa.float32(), pa.int64())))
+_HEADER = ",".join(_COLUMNS).encode()
+_LINE = rb"\d{1,9}%s\d{1,9}%s\d+(\.\d+)?%s\d{1,18}"
+_SEPARATOR = {".csv": b",", ".dat": b"::"}
+
+
+class Ratings(NamedTuple):
+    """Who watched which row of the catalogue and when, in the order of the file."""
+
+    users_N: Ints
+    rows_N: Ints
+    times_N: Ints
+    num_items: int  # in the catalogue
+
+
+def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
+    """MovieLens 1M, 10M (`ratings.dat`), 20M or latest (`ratings.csv`), from its folder or file.
+
+    A movie's row is its place in the `movies.csv` or `movies.dat` beside the ratings. Without such
+    a file movies are numbered 1 to `num_items`, and a movie's row is its number less one. The
+    catalogue counts as public. Where a release lists only movies that somebody rated, as GroupLens
+    does since 20M, that is an assumption: name it in the plan's taints.
+    """
+    file = _ratings_file(path)
+    users_N, movies_N, times_N = _read_columns(file)
+    # Never the movies of the ratings themselves: a table with a row for whatever somebody watched
+    # tells who was there before any noise is added.
+    movies_R = _read_catalogue(file, num_items)
+    by_number_R = np.argsort(movies_R)
+    place_N = np.searchsorted(movies_R, movies_N, sorter=by_number_R)
+    rows_N = by_number_R[np.minimum(place_N, movies_R.size - 1)]
+    is_known_N = movies_R[rows_N] == movies_N
+    if not is_known_N.all():
+        line = int(np.argmin(is_known_N)) + (2 if file.suffix == ".csv" else 1)
+        raise ValueError(
+            f"Expected movies of a catalogue of {movies_R.size:,} in {str(file)!r}, found another "
+            f"in line {line}. Take the movies file of the same release, or raise num_items."
+        )
+    return Ratings(users_N, rows_N, times_N, movies_R.size)
+
+
+def _ratings_file(path: Path) -> Path:
+    for file in (path, path / "ratings.csv", path / "ratings.dat"):
+        if file.is_file() and file.suffix in _SEPARATOR:
+            return file
+    raise FileNotFoundError(
+        f"Expected MovieLens at {str(path)!r}, a folder with ratings.csv and movies.csv (20M, "
+        "latest) or ratings.dat and movies.dat (1M), found none. Get it from "
+        "https://grouplens.org/datasets/movielens/ and unpack it."
+    )
+
+
+def _read_columns(file: Path) -> tuple[Ints, ...]:
+    """Users, movies and times."""
+    source, table = str(file), None
+    if file.suffix == ".dat":  # where a comma separates nothing
+        content = file.read_bytes().replace(b",", b"?").replace(_SEPARATOR[".dat"], b",")
+        source = pa.BufferReader(_HEADER + b"\n" + content)
+    with suppress(pa.ArrowInvalid):  # whose message quotes the line
+        table = pyarrow.csv.read_csv(
+            source,
+            # Rows count as lines do, so that an error can name one.
+            parse_options=pyarrow.csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=_TYPES, null_values=[]),
+        )
+    if not table or tuple(table.column_names) != _COLUMNS:
+        line = _malformed_line(file)
+        found = "none" if line is None else f"something else in line {line}"
+        raise ValueError(
+            f"Expected ratings as columns {', '.join(_COLUMNS)} in {str(file)!r}, with a header if "
+            f"its name ends in .csv, found {found}. Unpack the release again."
+        )
+    return tuple(table[i].to_numpy().astype(np.int64) for i in (0, 1, 3))
+
+
+def _malformed_line(file: Path) -> int | None:
+    """Number of the first line that is no rating; None if all are, or there is none."""
+    rating = _LINE.replace(b"%s", _SEPARATOR[file.suffix])
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            pattern = _HEADER if number == 1 and file.suffix == ".csv" else rating
+            if not re.fullmatch(pattern, line.rstrip(b"\r\n")):
+                return number
+    return None
+
+
+def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
+    """Numbers of the public movies, one per row."""
+    files = [ratings.with_name(f"movies{suffix}") for suffix in _SEPARATOR]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        if num_items is None or num_items < 1:
+            raise ValueError(
+                f"Expected movies.csv or movies.dat beside {str(ratings)!r}, or num_items, found "
+                f"none and {num_items}. Say, from public knowledge, how many movies there are."
+            )
+        return np.arange(1, num_items + 1)
+    # As bytes: titles are Latin-1 in old releases, and only the first column matters.
+    heads = [line.split(_SEPARATOR[file.suffix], 1)[0] for line in file.read_bytes().splitlines()]
+    first = int(heads[:1] == [b"movieId"])
+    for number, head in enumerate(heads[first:], start=first + 1):
+        if not head.isdigit():
+            raise ValueError(
+                f"Expected a movie's number at the beginning of line {number} of {str(file)!r}, "
+                "found something else. Unpack the release again."
+            )
+    movies_R = np.array(heads[first:], dtype=np.int64)
+    distinct = np.unique(movies_R).size
+    if not 0 < distinct == movies_R.size == (num_items or distinct):
+        raise ValueError(
+            f"Expected {num_items or 'some'} movies in {str(file)!r}, each once, found {distinct} "
+            f"in {movies_R.size} lines. Unpack the release again, and leave num_items out."
+        )
+    return movies_R
+
+
+@dataclass(frozen=True, eq=False)
+class Timelines:
+    """What each user watched, in order of time. User u's rows begin at offsets_U1[u]."""
+
+    users_U: Ints
+    offsets_U1: Ints
+    rows_N: Ints
+    num_items: int
+
+    @classmethod
+    def of(cls, ratings: Ratings) -> Timelines:
+        """Users by number. Watches of the same second stay in the order of the file.
+
+        >>> ids = [np.array(column) for column in ([8, 2, 8, 8], [0, 1, 2, 3], [30, 7, 10, 30])]
+        >>> found = Timelines.of(Ratings(*ids, num_items=4))
+        >>> found.users_U.tolist(), found.offsets_U1.tolist(), found.rows_N.tolist()
+        ([2, 8], [0, 1, 4], [1, 2, 0, 3])
+        """
+        order_N = np.lexsort((ratings.times_N, ratings.users_N))
+        users_U, counts_U = np.unique(ratings.users_N, return_counts=True)
+        return cls(users_U, _offsets(counts_U), ratings.rows_N[order_N], ratings.num_items)
+
+    @property
+    def lengths_U(self) -> Ints:
+        return np.diff(self.offsets_U1)
+
+    def only(self, keep_U: NDArray[np.bool_]) -> Timelines:
+        """Some of the users."""
+        rows_N = self.rows_N[np.repeat(keep_U, self.lengths_U)]
+        offsets_U1 = _offsets(self.lengths_U[keep_U])
+        return Timelines(self.users_U[keep_U], offsets_U1, rows_N, self.num_items)
+
+    def split(self, train_share: float) -> tuple[Timelines, Timelines]:
+        """Users to train on and the others, by a public hash of a user's number.
+
+        Guarantees: who else is there, and any seed, has no say in a user's side.
+        """
+        if not 0 < train_share < 1:
+            raise ValueError(f"Expected train_share between 0 and 1, found {train_share}.")
+        trains_U = unit(mix(self.users_U.astype(np.uint64) ^ salt(_SPLIT))) < train_share
+        return self.only(trains_U), self.only(~trains_U)
+
+
+def _offsets(counts_U: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts_U)])
+
+
+class MovieLensWindows(ClickDataset):
+    """Examples of some users. Each is a window: a watch to predict, and those before it.
+
+    Features: 0 is the context, a bag of the 1 to `context_length` movies that the user watched
+    before, the latest last; 1 is the label, a bag of the movie watched next.
+
+    Guarantees: an example depends on its own user's timeline and on nobody else's.
+
+    Args:
+        timelines: The users, and what they watched. Who watched less than twice has no example.
+        context_length: The most watches in a context.
+        examples_per_user: None makes an example of every watch but a user's first. Otherwise a user
+            has exactly so many, whose windows are drawn anew every epoch (Ning et al. 2022, EANA):
+            no fixed thing that could be added or removed. The privacy unit should then be the user;
+            for unit 'example' leave it None.
+        seed: Which windows are drawn. The seed of training itself has no say in it.
+    """
+
+    def __init__(
+        self,
+        timelines: Timelines,
+        context_length: int = 20,
+        examples_per_user: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if context_length < 1 or (examples_per_user is not None and examples_per_user < 1):
+            raise ValueError(
+                f"Expected context_length and examples_per_user of at least 1, found "
+                f"{context_length} and {examples_per_user}. None takes all windows."
+            )
+        self.num_rows = [timelines.num_items] * len(FEATURES)
+        self.context_length, self.seed = context_length, seed
+        self.examples_per_user = examples_per_user
+        self._timelines = timelines.only(timelines.lengths_U > 1)
+        examples_U = self._timelines.lengths_U - 1
+        if examples_per_user is not None:
+            examples_U[:] = examples_per_user
+        self._first_example_U1 = _offsets(examples_U)
+        # In shared memory: workers that live on from epoch to epoch see it move.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @override
+    def __len__(self) -> int:
+        return int(self._first_example_U1[-1])
+
+    @property
+    def users(self) -> Ints:
+        """Whose each example is."""
+        return np.repeat(self._timelines.users_U, np.diff(self._first_example_U1))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw other windows from here on, in the loader's workers too."""
+        self._epoch[0] = epoch
+
+    @override
+    def __getitems__(self, indices: Sequence[int]) -> Clicks:
+        index_B = np.asarray(indices, dtype=np.int64)
+        user_B = np.searchsorted(self._first_example_U1, index_B, side="right") - 1
+        slot_B = index_B - self._first_example_U1[user_B]
+        window_B = slot_B if self.examples_per_user is None else self._drawn(user_B, slot_B)
+        position_B = 1 + window_B
+        label_B = self._timelines.offsets_U1[user_B] + position_B
+        length_B = np.minimum(position_B, self.context_length)
+        # Context b is the stretch of watches that ends before label_B[b].
+        shift_L = np.repeat(label_B - np.cumsum(length_B), length_B)
+        context_L = np.arange(shift_L.size) + shift_L
+        return _watches(length_B, self._timelines.rows_N[np.concatenate([context_L, label_B])])
+
+    def _drawn(self, user_B: Ints, slot_B: Ints) -> Ints:
+        """One of the user's windows for every slot, by a hash of seed, epoch, user and slot."""
+        key = salt(self.seed, _WINDOW, int(self._epoch[0]))
+        # By the user's number, not place: who else is there must not matter.
+        user_word_B = mix(self._timelines.users_U[user_B].astype(np.uint64) ^ key)
+        unit_B = unit(mix(user_word_B + mix(slot_B.astype(np.uint64))))
+        return (unit_B * (self._timelines.lengths_U[user_B] - 1)).astype(np.int64)
+
+    @override
+    def random_examples(self, count: int, seed: int) -> Clicks:
+        """Examples that nobody has: a full context and a label of uniform rows."""
+        length_B = np.full(count, self.context_length)
+        draws = np.random.default_rng(seed)
+        return _watches(length_B, draws.integers(self.num_rows[0], size=length_B.sum() + count))
+
+
+def _watches(length_B: Ints, ids_L: Ints) -> Clicks:
+    """Contexts of these lengths, with one label each. Every example is a watch: a positive."""
+    return Clicks(
+        labels_B=np.ones(length_B.size, dtype=np.float32),
+        counts_BC=np.zeros((length_B.size, 0), dtype=np.float32),
+        lengths_FB=np.stack([length_B, np.ones_like(length_B)]),
+        ids_L=ids_L,
+    )
+
+
+class WatchData(ClickData, ABC):
+    """Batches of `context` and `label`: some users to train on, the others to validate and test on.
+
+    Args:
+        batch_size: Examples per step, over all ranks.
+        context_length: The most watches in a context.
+        examples_per_user: Windows of every user, drawn anew at `set_epoch`; None takes them all.
+        eval_examples_per_user: Windows of every held-out user, the same in every epoch.
+        train_share: Fraction of the users to train on.
+        seed: Which windows are drawn.
+        num_workers: Processes that make batches beside training.
+    """
+
+    train_set: MovieLensWindows
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        context_length: int = 20,
+        examples_per_user: int | None = None,
+        eval_examples_per_user: int = 10,
+        train_share: float = 0.8,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        self.context_length, self.train_share, self.seed = context_length, train_share, seed
+        self._examples_per_user = examples_per_user, eval_examples_per_user
+
+    @abstractmethod
+    def timelines(self) -> Timelines:
+        """What all users watched."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        if hasattr(self, "train_set"):
+            return
+        train, held_out = self.timelines().split(self.train_share)
+        length, (k, held_out_k) = self.context_length, self._examples_per_user
+        self.train_set = MovieLensWindows(train, length, k, self.seed)
+        self.val_set = self.test_set = MovieLensWindows(held_out, length, held_out_k, self.seed)
+        rank_zero_info(f"Watches of {train.num_items:,} movies, up to {length} before each.")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw other training windows from here on. Those of evaluation stay as they are."""
+        self.train_set.set_epoch(epoch)
+
+    @staticmethod
+    @override
+    def collate(clicks: Clicks) -> Batch:
+        return collate(clicks, FEATURES)
+
+
+class MovieLensData(WatchData):
+    """MovieLens 1M, 10M, 20M or latest, as GroupLens publishes them.
+
+    Args:
+        folder: Where the release was unpacked: ratings.csv or ratings.dat is in it.
+        num_items: How many movies there are, if no movies.csv or movies.dat says so.
+        settings: Those of `WatchData`.
+    """
+
+    def __init__(self, folder: str, *, num_items: int | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.folder, self.num_items = folder, num_items
+
+    @override
+    def timelines(self) -> Timelines:
+        return Timelines.of(read_ratings(Path(self.folder), self.num_items))
+
+
+class SyntheticMovieLens(WatchData):
+    """A stand-in for MovieLens, for machines without it, that is the same for the same seed.
+
+    Row r is of genre r mod 10, in which popularity falls as 1 / rank. A user has a favourite genre
+    and mostly stays there.
+
+    Args:
+        num_users: How many users there are to train and to test on.
+        num_items: How many movies there are.
+        watches_per_user: How many movies every user watches.
+        settings: Those of `WatchData`.
+    """
+
+    def __init__(
+        self,
+        num_users: int = 2000,
+        num_items: int = 1000,
+        watches_per_user: int = 50,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.num_items, self._shape = num_items, (num_users, watches_per_user)
+
+    @override
+    def timelines(self) -> Timelines:
+        draws, num_users = np.random.default_rng([self.seed, _SYNTHETIC]), self._shape[0]
+        num_genres = min(10, self.num_items)
+        favourite_U1 = draws.integers(num_genres, size=(num_users, 1))
+        any_UT = draws.integers(num_genres, size=self._shape)
+        genre_UT = np.where(draws.random(self._shape) < 0.9, favourite_U1, any_UT)
+        # The continuous law with density 1 / rank, inverted. Rows beyond whole genres stay unseen.
+        rank_UT = (self.num_items // num_genres + 1) ** draws.random(self._shape)
+        rows_UT = genre_UT + num_genres * (rank_UT.astype(np.int64) - 1)
+        offsets_U1 = np.arange(num_users + 1) * self._shape[1]
+        return Timelines(np.arange(num_users), offsets_U1, rows_UT.reshape(-1), self.num_items)
