@@ -166,10 +166,11 @@ def release(
     """
     # Dense layers: added up over ranks, plus noise that every rank draws alike.
     flat = clipped.dense
-    ranks.sum(flat)
-    if recipe.noise_stddev and flat.numel():
-        stream = Stream("gradient", "dense layers", step)
-        recipe.noise.add_(flat[None], stream, recipe.noise_stddev)
+    if flat.numel():
+        ranks.sum(flat)
+        if recipe.noise_stddev:
+            stream = Stream("gradient", "dense layers", step)
+            recipe.noise.add_(flat[None], stream, recipe.noise_stddev)
     for name, piece in dense.pieces(flat).items():
         dense.parameters[name].grad = piece
 

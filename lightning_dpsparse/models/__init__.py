@@ -1,7 +1,8 @@
-"""Click models as LightningModules: TorchRec's DLRM and DLRM-DCN, and the AdaFEST paper's pCTR."""
+"""LightningModules: TorchRec's DLRM and DLRM-DCN, the AdaFEST paper's pCTR, EANA's two towers."""
 
 from lightning_dpsparse.models.click import ClickModule
 from lightning_dpsparse.models.dlrm import DLRMDCNModule, DLRMModule
 from lightning_dpsparse.models.pctr import PCTRModule
+from lightning_dpsparse.models.two_tower import TwoTowerModule
 
-__all__ = ["ClickModule", "DLRMDCNModule", "DLRMModule", "PCTRModule"]
+__all__ = ["ClickModule", "DLRMDCNModule", "DLRMModule", "PCTRModule", "TwoTowerModule"]

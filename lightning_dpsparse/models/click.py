@@ -1,27 +1,22 @@
-"""What every click model shares: loss, metrics, optimizer, moving a batch."""
+"""What every click model shares: loss, metrics, tables."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torchmetrics import MetricCollection
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
+from lightning_dpsparse.models.base import RecommenderModule, default_optimizer
 from lightning_dpsparse.models.metrics import click_metrics
 
 
-def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.01)
-
-
-class ClickModule(LightningModule):
+class ClickModule(RecommenderModule):
     """Predicts a click from dense counts and bags of ids.
 
     Subclasses build their layers in `configure_model` and turn a batch into logits in `forward`.
@@ -36,40 +31,21 @@ class ClickModule(LightningModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
-        self.val_metrics = click_metrics("val_")
-        self.test_metrics = click_metrics("test_")
+        super().__init__(click_metrics, optimizer, lr_scheduler)
 
     @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss_B = F.binary_cross_entropy_with_logits(self(batch), batch.labels, reduction="none")
-        self.log("train_loss", loss_B.detach().mean(), prog_bar=True, batch_size=len(loss_B))
-        return loss_B
+    def example_losses(self, batch: Batch) -> Tensor:
+        """Cross-entropy of every example's click, (B,)."""
+        return F.binary_cross_entropy_with_logits(self(batch), batch.labels, reduction="none")
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._measure(self.val_metrics, batch)
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._measure(self.test_metrics, batch)
-
-    def _measure(self, metrics: Any, batch: Batch) -> None:
+    def _measure(self, metrics: MetricCollection, batch: Batch) -> None:
         metrics.update(torch.sigmoid(self(batch)), batch.labels.long())
         self.log_dict(metrics, prog_bar=True, batch_size=len(batch.labels))
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return torch.sigmoid(self(batch))
-
-    @override
-    def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer(self.parameters())
-        if self._lr_scheduler is None:
-            return optimizer
-        scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 def feature_names(num_features: int) -> list[str]:

@@ -1,0 +1,76 @@
+"""What every model shares: losses, metrics and an optimizer for the dense layers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torchmetrics import MetricCollection
+from torchrec.datasets.utils import Batch
+from typing_extensions import override
+
+# B examples
+
+
+def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.01)
+
+
+class RecommenderModule(LightningModule):
+    """Trains on one loss per example, and measures itself in validation and test.
+
+    Args:
+        make_metrics: Makes the metrics from the prefix of their names.
+        optimizer: Trains the dense layers. The strategy's fused optimizer trains the tables.
+        lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+    """
+
+    def __init__(
+        self,
+        make_metrics: Callable[[str], MetricCollection],
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None,
+    ) -> None:
+        super().__init__()
+        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.val_metrics, self.test_metrics = make_metrics("val_"), make_metrics("test_")
+
+    @abstractmethod
+    def example_losses(self, batch: Batch) -> Tensor:
+        """The exact loss of every example, (B,). Where tables are sharded, all ranks call it."""
+
+    def _training_losses(self, batch: Batch) -> Tensor:
+        """What training minimises: the same, or something cheaper."""
+        return self.example_losses(batch)
+
+    @abstractmethod
+    def _measure(self, metrics: MetricCollection, batch: Batch) -> None:
+        """Update and log the metrics."""
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss_B = self._training_losses(batch)
+        self.log("train_loss", loss_B.detach().mean(), prog_bar=True, batch_size=len(loss_B))
+        return loss_B
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._measure(self.val_metrics, batch)
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._measure(self.test_metrics, batch)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        # Without dense layers, an optimizer of nothing: the tables follow its schedule.
+        optimizer = self._optimizer(list(self.parameters()) or [{"params": []}])
+        if self._lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
