@@ -19,6 +19,7 @@ privacy:
   calibrate --epsilon E --examples N --batch B --steps T    how much noise a target needs
   account --noise-multiplier S --examples N --batch B --steps T    what a run costs
   report RUN_DIR                         what a run's privacy report says
+  audit one-run, audit secret-sharer     train with canaries, and measure what leaks
 tools:
   prepare criteo FILE... --output DIR    turn Criteo's text files into arrays, once
   consolidate CHECKPOINT FILE            turn a sharded checkpoint into one ordinary file
@@ -155,6 +156,12 @@ def _account(argv: list[str]) -> None:
     account_main(argv)
 
 
+def _audit(argv: list[str]) -> None:
+    from lightning_dpsparse.audit.command import main as audit_main
+
+    audit_main(argv)
+
+
 def _report(argv: list[str]) -> None:
     from lightning_dpsparse.calculator import report_main
 
@@ -165,6 +172,7 @@ _TOOLS: dict[str, Callable[[list[str]], None]] = {
     "calibrate": _calibrate,
     "account": _account,
     "report": _report,
+    "audit": _audit,
     "prepare": _prepare,
     "consolidate": _consolidate,
     "doctor": _doctor,

@@ -30,6 +30,7 @@ ORDER = [
     "data",
     "models",
     "recipe",
+    "audit",
     "doctor",
     "cli",
     "__main__",
@@ -38,12 +39,12 @@ ORDER = [
 
 # Who may import what from outside.
 ALLOWED = {
-    "lightning": {"plugin", "models", "data", "recipe", "cli", "__init__"},
-    "torchrec": {"sharded", "models", "data"},
+    "lightning": {"plugin", "models", "data", "recipe", "audit", "cli", "__init__"},
+    "torchrec": {"sharded", "models", "data", "audit"},
     "fbgemm_gpu": {"sharded"},
     "torch.distributed": {"sharded"},
     "dp_accounting": {"accounting"},
-    "scipy": {"accounting"},
+    "scipy": {"accounting", "audit"},
     "pyarrow": {"data"},
 }
 

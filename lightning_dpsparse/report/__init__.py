@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_dpsparse.report.page import page
 from lightning_dpsparse.report.text import show
 
-__all__ = ["read", "render", "show", "write"]
+__all__ = ["add_audit", "add_exposures", "read", "render", "show", "write"]
 
 FORMAT = 1
 JSON_NAME, HTML_NAME = "privacy_report.json", "privacy_report.html"
@@ -66,3 +66,15 @@ def read(folder: Path) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(path.read_bytes())
     return found
+
+
+def add_audit(folder: Path, audit: Mapping[str, Any]) -> None:
+    """Join an audit's result to the report in `folder`."""
+    facts = read(folder)
+    write({**facts, "audits": [*facts["audits"], dict(audit)]}, folder)
+
+
+def add_exposures(folder: Path, exposures: Sequence[Mapping[str, Any]]) -> None:
+    """Join the exposures of canaries to the report in `folder`, if there is one."""
+    if (folder / JSON_NAME).is_file():
+        write({**read(folder), "exposures": [dict(exposure) for exposure in exposures]}, folder)

@@ -226,8 +226,9 @@ def _cross_check(facts: Facts) -> str:
 
 
 def _audits(facts: Facts) -> str:
+    exposures = _exposures(facts)
     if not facts["audits"]:
-        return "<p>No audit was run.</p>"
+        return exposures or "<p>No audit was run.</p>"
     keys = ("name", "claimed_epsilon", "measured_epsilon", "confidence")
     rows = []
     for i, audit in enumerate(facts["audits"]):
@@ -240,7 +241,29 @@ def _audits(facts: Facts) -> str:
         "one below it proves nothing.</p>"
     )
     heads = ["Audit", "Claimed ε", "Measured ε, at least", "Confidence", "Passed"]
-    return note + _table(heads, rows, numbers={1, 2, 3, 4})
+    return note + _table(heads, rows, numbers={1, 2, 3, 4}) + exposures
+
+
+_EXPOSURE = {
+    "repeats": "Times in the data",
+    "canaries": "Canaries",
+    "interpolation": "Exposure by rank",
+    "low": "Lower quartile",
+    "high": "Upper quartile",
+    "extrapolation": "Exposure by fit",
+}
+
+
+def _exposures(facts: Facts) -> str:
+    found = facts.get("exposures") or []
+    rows = [[leaf(facts, "exposures", i, key) for key in _EXPOSURE] for i in range(len(found))]
+    note = (
+        "<p>Random examples (canaries) were put into the training data. Exposure, in bits, says "
+        "how far the model's loss on them stands out from that on others: it is no bound on "
+        "epsilon, and random examples have 1.4.</p>"
+    )
+    numbers = set(range(len(_EXPOSURE)))
+    return note + _table(list(_EXPOSURE.values()), rows, numbers=numbers) if rows else ""
 
 
 def _versions(facts: Facts) -> str:

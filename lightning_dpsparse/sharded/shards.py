@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
@@ -192,3 +193,21 @@ def load_whole_tables(module: nn.Module, tables: Mapping[str, Tensor]) -> None:
                 "Give the model the table sizes that the weights were saved with."
             )
         shard.weight.copy_(shard.slice_of(table))
+
+
+def whole_table(module: nn.Module, name: str) -> Tensor:
+    """A small sharded table, gathered from all ranks. Fully noised once training has ended."""
+    pieces = [
+        (shard.row_offset, shard.column_offset, shard.table_shape, shard.weight.detach().cpu())
+        for shard in local_shards(module)
+        if shard.key.endswith(f".{name}.weight")
+    ]
+    gathered: list[Any] = [pieces]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, pieces)
+    found = [piece for rank in gathered for piece in rank]
+    whole = torch.empty(found[0][2])
+    for row, column, _, weight in found:
+        whole[row : row + weight.shape[0], column : column + weight.shape[1]] = weight
+    return whole

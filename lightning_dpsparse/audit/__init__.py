@@ -1,0 +1,1 @@
+"""Attacks on a trained model: what leaks, measured."""

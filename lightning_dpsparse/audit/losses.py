@@ -1,0 +1,34 @@
+"""A trained model's loss on examples of one's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from numpy.typing import NDArray
+
+from lightning_dpsparse.data.batch import ClickData, Clicks, select
+from lightning_dpsparse.models.base import RecommenderModule
+
+_AT_A_TIME = 4096
+
+
+@torch.no_grad()
+def losses_of(
+    module: LightningModule, data: ClickData, device: torch.device, examples: Clicks
+) -> NDArray[np.float64]:
+    """The loss of each example. Where tables are sharded, all ranks ask alike."""
+    if not isinstance(module, RecommenderModule):
+        raise ValueError(
+            "Expected a model derived from lightning_dpsparse.models.RecommenderModule, found "
+            f"{type(module).__name__}: it does not say what an example's loss is. Derive from it."
+        )
+    was_training = module.training
+    module.eval()
+    found = []
+    for start in range(0, len(examples.labels_B), _AT_A_TIME):
+        stop = min(start + _AT_A_TIME, len(examples.labels_B))
+        batch = data.collate(select(examples, np.arange(start, stop))).to(device)
+        found.append(module.example_losses(batch).double().cpu().numpy())
+    module.train(was_training)
+    return np.concatenate(found)

@@ -1,0 +1,231 @@
+"""One-run audit: train once with canaries that coins put in, and guess the coins (Steinke et al.).
+
+White box: each canary's whole gradient is one row of a table of their own, clipped to C like
+everybody's, so that the released row says all there is to say about it: the strongest canary that
+the mechanism allows. Black box: canaries are random examples, and the model's loss on them is all
+that is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from typing_extensions import override
+
+from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
+from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
+from lightning_dpsparse.audit.losses import losses_of
+from lightning_dpsparse.data.batch import ClickData
+from lightning_dpsparse.plugin.callbacks import private_run
+from lightning_dpsparse.plugin.strategy import DPSparseStrategy
+from lightning_dpsparse.sharded.shards import whole_table
+
+Scores = dict[str, NDArray[np.float64]]
+
+_WIDTH = 4  # the least that FBGEMM takes
+
+# B examples, M canaries, D width
+
+
+@dataclass(frozen=True)
+class OneRunResult:
+    """What was claimed, and what an attacker could show."""
+
+    claimed_epsilon: float | None
+    """None: the run claims no privacy."""
+    delta: float
+    measured: Measured
+    confidence: float
+    num_canaries: int
+    is_white_box: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.claimed_epsilon is None or self.measured.epsilon <= self.claimed_epsilon
+
+    def for_report(self) -> dict[str, Any]:
+        """As the privacy report takes it."""
+        box = "white box" if self.is_white_box else "black box"
+        return {
+            "name": f"one run, {box}, {self.num_canaries:,} canaries",
+            "claimed_epsilon": self.claimed_epsilon,
+            "measured_epsilon": self.measured.epsilon,
+            "confidence": self.confidence,
+            "passed": self.passed,
+        }
+
+    def __str__(self) -> str:
+        claim = "nothing claimed"
+        if self.claimed_epsilon is not None:
+            claim = f"claimed ε ≤ {self.claimed_epsilon:.4g}"
+        found = self.measured
+        return (
+            f"{claim}, measured ε ≥ {found.epsilon:.4g} at δ {self.delta:.3g} with confidence "
+            f"{self.confidence:g} ({found.num_right:,} of {found.num_guesses:,} guesses right, "
+            f"attack: {found.attack})"
+        )
+
+
+class CanaryModule(LightningModule):
+    """A model, and a table with one row per canary beside it.
+
+    A canary's loss is a steep function of its own row and of nothing else.
+
+    Args:
+        inner: The model; it trains as ever on all other examples.
+        num_canaries: Rows of the table.
+        steepness: At least the clip norm, so that a canary is always clipped to it.
+    """
+
+    def __init__(self, inner: LightningModule, num_canaries: int, steepness: float) -> None:
+        super().__init__()
+        self.inner, self.num_canaries, self.steepness = inner, num_canaries, steepness
+        self.canaries: EmbeddingBagCollection | None = None
+        # Only the outermost module may log; what the model has to say is of no interest here.
+        for name in ("log", "log_dict"):
+            object.__setattr__(inner, name, _say_nothing)
+
+    @override
+    def configure_model(self) -> None:
+        self.inner.configure_model()
+        if self.canaries is None:
+            config = EmbeddingBagConfig(
+                name="canaries",
+                num_embeddings=self.num_canaries,
+                embedding_dim=_WIDTH,
+                feature_names=[CANARY],
+                init_fn=nn.init.zeros_,
+            )
+            self.canaries = EmbeddingBagCollection(tables=[config])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.inner.configure_optimizers()
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.inner.on_train_epoch_start()
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        assert self.canaries is not None
+        features = batch.sparse_features
+        others, number = features.split([len(features.keys()) - 1, 1])
+        loss_B = self.inner.training_step(replace(batch, sparse_features=others), batch_idx)
+        row_BD = self.canaries(number).values()
+        assert isinstance(loss_B, Tensor)
+        return torch.where(number.lengths() > 0, self.steepness * row_BD.sum(1), loss_B)
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.inner.validation_step(batch, batch_idx)
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _PutIn(Callback):
+    """Puts the canaries that the coins chose into the training data, at the recipe's own rate."""
+
+    def __init__(self, num_canaries: int, seed: int | None, *, is_white_box: bool) -> None:
+        draws = np.random.default_rng(seed)
+        self.is_included_M = draws.random(num_canaries) < 0.5
+        self._seed, self._is_white_box = int(draws.integers(1 << 62)), is_white_box
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        data = auditable(trainer.datamodule)  # type: ignore[attr-defined]
+        self.canaries = data.train_set.random_examples(len(self.is_included_M), self._seed)
+        before = len(data.train_set)
+        which = np.flatnonzero(self.is_included_M)
+        insert(data, self.canaries, which, is_numbered=self._is_white_box)
+        strategy = _strategy(trainer)
+        plan = strategy.privacy
+        assert plan is not None
+        batch = plan.expected_batch_size or data.batch_size
+        grown = max(1, round(batch * len(data.train_set) / before))
+        strategy.privacy = replace(plan, expected_batch_size=grown)
+        mark_as_audited(strategy)
+
+
+def one_run_audit(
+    trainer: Trainer,
+    module: LightningModule,
+    data: ClickData,
+    *,
+    num_canaries: int,
+    is_white_box: bool = True,
+    confidence: float = CONFIDENCE,
+    seed: int | None = None,
+) -> OneRunResult:
+    """Train `module` with canaries, and measure what the trained model tells about them.
+
+    The model is of no other use afterwards. `seed` is for coins and canaries, never for noise.
+
+    Guarantees: for a run that is as private as it claims, the measured epsilon is above the claim
+    with probability at most 1 - confidence.
+    """
+    plan = _strategy(trainer).privacy
+    if plan is None:
+        raise ValueError(
+            "Expected a recipe with a privacy plan, found none: there is no claim to audit. Set "
+            "the strategy's privacy."
+        )
+    put_in = _PutIn(num_canaries, seed, is_white_box=is_white_box)
+    trainer.callbacks.append(put_in)  # type: ignore[attr-defined]
+    trainer.limit_val_batches = 0
+    fitted: LightningModule = module
+    if is_white_box:
+        fitted = CanaryModule(module, num_canaries, steepness=10.0 * plan.clip_norm)
+    trainer.fit(fitted, datamodule=data)
+    run = private_run(trainer)
+    if is_white_box:
+        scores = attacks_on_rows(whole_table(fitted, "canaries"), trainer.world_size)
+    else:
+        loss = partial(losses_of, module, data, trainer.strategy.root_device)
+        scores = {"low loss": -loss(put_in.canaries)}
+    delta = run.budget.run.delta
+    return OneRunResult(
+        run.facts()["guarantee"]["epsilon"],
+        delta,
+        measure(scores, put_in.is_included_M, delta, confidence),
+        confidence,
+        num_canaries,
+        is_white_box,
+    )
+
+
+def attacks_on_rows(row_MD: Tensor, world_size: int) -> Scores:
+    """How much each canary's row, zero at first, looks as if its canary had been there.
+
+    down    how far it went where the canary's gradient sends it
+    moved   how far it went at all: rows that nobody reads must move as well
+    pairs   the difference to a row at the same place of another rank's piece, in which noise
+            that two ranks draw alike cancels
+    """
+    down_M = -row_MD.double().sum(1).cpu().numpy()
+    scores = {"down": down_M, "moved": row_MD.double().norm(dim=1).cpu().numpy()}
+    if world_size > 1:
+        apart = -(-len(down_M) // world_size)
+        scores["pairs"] = down_M - np.roll(down_M, apart)
+    return scores
+
+
+def _strategy(trainer: Trainer) -> DPSparseStrategy:
+    if not isinstance(trainer.strategy, DPSparseStrategy):
+        raise ValueError(
+            f"Expected DPSparseStrategy, found {type(trainer.strategy).__name__}. Audits are of "
+            "runs that it trains."
+        )
+    return trainer.strategy
