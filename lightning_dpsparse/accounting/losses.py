@@ -31,8 +31,17 @@ COARSE = 1e-3
 """Ten times quicker: for searching, and for epsilon on the way."""
 
 
+_LEAST_NOISE = 0.1
+"""Of one step on a sample, over its sensitivity: with less, epsilon is in the hundreds, protects
+nobody, and takes minutes. It is reported as infinite, which is an upper bound too."""
+_LEAST_OF_USER = 0.03
+"""The same, over that of a user all of whose examples were drawn at once, which is rare."""
+_LEAST_GAUSSIAN = 0.02
+"""Of all steps together, without sampling, which is quicker."""
+
+
 def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLossDistribution | None:
-    """The loss of `count` independent runs of the event; None if it is not private at all."""
+    """The loss of `count` independent runs of the event; None if it is not private to speak of."""
     if count == 0 or isinstance(event, NoOpDpEvent):
         return builders.from_privacy_parameters(_nothing(), value_discretization_interval=grid)
     if isinstance(event, SelfComposedDpEvent):
@@ -42,6 +51,8 @@ def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLoss
     if isinstance(event, GaussianDpEvent) and event.noise_multiplier:
         # The sum of Gaussian losses is the loss of one Gaussian: exact, and nothing to convolve.
         deviation = event.noise_multiplier / math.sqrt(count)
+        if deviation < _LEAST_GAUSSIAN:
+            return None
         return builders.from_gaussian_mechanism(deviation, value_discretization_interval=grid)
     once = _losses_once(event, grid)
     return once if once is None or count == 1 else once.self_compose(count)
@@ -75,6 +86,8 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
             value_discretization_interval=grid,
         )
     if isinstance(event, MixtureOfGaussiansDpEvent):
+        if event.standard_deviation < _LEAST_OF_USER * max(event.sensitivities):
+            return None
         return mixture_losses(
             event.standard_deviation, event.sensitivities, event.sampling_probs, grid
         )
@@ -87,6 +100,8 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
         if rate == 1:
             return losses_of(inner, grid=grid)
         if isinstance(inner, GaussianDpEvent) and inner.noise_multiplier:
+            if inner.noise_multiplier < _LEAST_NOISE:
+                return None
             return mixture_losses(inner.noise_multiplier, (0.0, 1.0), (1.0 - rate, rate), grid)
         whole = losses_of(inner, grid=grid)
         return None if whole is None else poisson_subsampled(whole, rate)

@@ -217,3 +217,23 @@ def test_events_survive_as_plain_data(event: DpEvent) -> None:
 def test_only_events_can_be_read_back() -> None:
     with pytest.raises(ValueError, match="Expected an event of dp_accounting, found 'os'"):
         events.from_data({"module_name": "os", "class_name": "system"})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.poisson(0.01, GaussianDpEvent(0.01)),
+        GaussianDpEvent(0.001),
+        SelfComposedDpEvent(GaussianDpEvent(1.0), 10_000),
+        events.poisson_examples_of_user(4, 0.01, 0.1),
+    ],
+    ids=["sampled", "gaussian", "many gaussians", "users"],
+)
+def test_noise_of_no_use_has_no_bound(event: DpEvent) -> None:
+    """Their losses are in the thousands and would fill the memory: infinite is right, and quick."""
+    assert epsilon_of([(event, 1)], 1e-6) == math.inf
+
+
+def test_little_noise_still_has_a_bound() -> None:
+    assert math.isfinite(epsilon_of([(events.poisson(0.01, GaussianDpEvent(0.11)), 1)], 1e-6, COARSE))
+    assert math.isfinite(epsilon_of([(GaussianDpEvent(0.1), 1)], 1e-6, COARSE))

@@ -1,0 +1,63 @@
+"""`lightning-dpsparse audit`, as people call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dpsparse.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_one_run_says_claim_and_measurement_and_joins_a_report(tmp_path: Path) -> None:
+    words = ["audit", "one-run", "--canaries", "20000", "--seed", "1"]
+    done = run("-m", "lightning_dpsparse", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "claimed ε ≤ 1.3, measured ε ≥ 0." in done.stdout
+    (folder,) = (tmp_path / "runs" / "lightning_logs").iterdir()
+    facts = json.loads((folder / "privacy_report.json").read_text())
+    (found,) = facts["audits"]
+    assert found["passed"]
+    assert 0 < found["measured_epsilon"] < found["claimed_epsilon"]
+    assert "one run, white box, 20,000 canaries" in (folder / "privacy_report.html").read_text()
+
+
+BROKEN = """
+import sys
+from unittest import mock
+from lightning_dpsparse.cli import main
+from lightning_dpsparse.sharded.private import PrivateSteps
+with mock.patch.object(PrivateSteps, "pay_all"):
+    main(sys.argv[1:])
+"""
+
+
+def test_a_broken_run_fails_loudly(tmp_path: Path) -> None:
+    done = run("-c", BROKEN, "audit", "one-run", "--canaries", "2000", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "AUDIT FAILED" in done.stderr
+    (folder,) = (tmp_path / "runs" / "lightning_logs").iterdir()
+    assert "AN AUDIT FAILED" in (folder / "privacy_report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["one-run", "secret-sharer"])
+def test_help_and_missing_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["audit", name, "--help"])
+    assert "--config" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: Expected a recipe, found no file nowhere.yaml"):
+        main(["audit", name, "--config", "nowhere.yaml"])
