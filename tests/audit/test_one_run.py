@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.broken import audit, data, model
 from lightning_dpsparse import DPSGD, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.audit import one_run
 from lightning_dpsparse.audit.bound import Measured
 from lightning_dpsparse.audit.one_run import OneRunResult, attacks_on_rows, one_run_audit
 from lightning_dpsparse.data import SyntheticData
 from lightning_dpsparse.models import DLRMModule
-from tests.audit.runs import audited, data, model
 from tests.ranks import Ranks
 from tests.small import make_trainer
 
@@ -56,7 +56,7 @@ def test_attacks_look_where_they_say() -> None:
 
 
 def test_by_losses_alone_a_correct_run_shows_little(one_rank: Ranks) -> None:
-    (found,) = one_rank.run(audited, DPSGD(), canaries=1000, is_white_box=False)
+    (found,) = one_rank.run(audit, "as it is", DPSGD(), canaries=1000, is_white_box=False)
     assert found.passed
     assert not found.is_white_box
     assert found.for_report()["name"] == "one run, black box, 1,000 canaries"

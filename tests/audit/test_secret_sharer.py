@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.broken import data, model
 from lightning_dpsparse import DPSGD, FusedOptimizer, PrivacyPlan, PrivacyReport
 from lightning_dpsparse.audit.secret_sharer import Exposure, SecretSharer, plot, write
 from lightning_dpsparse.data import SyntheticMovieLens
 from lightning_dpsparse.models import DLRMModule, TwoTowerModule
-from tests.audit.runs import data, model
 from tests.ranks import Ranks
 from tests.small import make_trainer
 
