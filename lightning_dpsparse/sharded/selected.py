@@ -118,7 +118,14 @@ class IdCounter:
         bags = [leaf for leaf in leaves(batch) if isinstance(leaf, KeyedJaggedTensor)]
         by_feature = {key: jagged for kjt in bags for key, jagged in kjt.to_dict().items()}
         for table in self._tables:
-            keys = [self._distinct(by_feature[f], f, table.num_rows) for f in table.features]
+            # A model may add features of its own to the batch's, as negatives that it draws.
+            found = [f for f in table.features if f in by_feature]
+            if not found:
+                raise ValueError(
+                    f"Expected one of the features {list(table.features)} of table {table.name!r} "
+                    f"in the data, found {sorted(by_feature)}. Select by public frequencies."
+                )
+            keys = [self._distinct(by_feature[f], f, table.num_rows) for f in found]
             key = keys[0] if len(keys) == 1 else torch.cat(keys).unique()
             ids = key % table.num_rows
             self.counts[table.name].index_add_(0, ids, torch.ones_like(ids))

@@ -102,6 +102,15 @@ def test_batches_add_up_and_may_hold_several_parts() -> None:
     assert {name: count.tolist() for name, count in counter.counts.items()} == expected
 
 
+def test_features_that_the_model_adds_are_not_counted() -> None:
+    counter = IdCounter(TABLES[:2], NoisyHistogram())
+    counter.add(bags(ONE_HOT, ("y",)))
+    assert counter.counts["a"].tolist() == counter.counts["b"].tolist()
+    assert counter.counts["a"].sum() == len(ONE_HOT)
+    with pytest.raises(ValueError, match=r"of table 'b' in the data, found \['x'\]"):
+        counter.add(bags(ONE_HOT, ("x",)))
+
+
 def test_rows_that_nobody_reads_have_a_count() -> None:
     """The range is the table's, not the data's."""
     found = counted(ONE_HOT[:1], NoisyHistogram())
