@@ -65,6 +65,10 @@ class WithCanaries(ClickDataset):
             ids_L=np.concatenate([found.ids_L, which]),
         )
 
+    @override
+    def random_examples(self, count: int, seed: int) -> Clicks:
+        return self.base.random_examples(count, seed)
+
     def set_epoch(self, epoch: int) -> None:
         """For data that is drawn anew every epoch."""
         if hasattr(self.base, "set_epoch"):
@@ -76,17 +80,21 @@ class NumberedCollate:
 
     def __init__(self, data: ClickData) -> None:
         nobody = data.train_set.__getitems__([])
-        self._names = [*data.collate(nobody).sparse_features.keys(), CANARY]
+        names = data.collate(nobody).sparse_features.keys()
+        self._names = [*(name for name in names if name != CANARY), CANARY]
 
     def __call__(self, clicks: Clicks) -> Batch:
         return collate(clicks, self._names[: len(clicks.lengths_FB)])  # others have no number
 
 
 def insert(data: ClickData, canaries: Clicks, which_E: Ints, *, is_numbered: bool = False) -> None:
-    """Have `data`, once set up, train on canaries too."""
+    """Have `data`, once set up, train on canaries too; those of an earlier audit go."""
+    base = data.train_set
+    if isinstance(base, WithCanaries):
+        data.train_set = base = base.base
     if is_numbered:
         data.collate = NumberedCollate(data)  # type: ignore[method-assign]
-    data.train_set = WithCanaries(data.train_set, canaries, which_E, is_numbered=is_numbered)
+    data.train_set = WithCanaries(base, canaries, which_E, is_numbered=is_numbered)
 
 
 def auditable(data: LightningDataModule | Any) -> ClickData:

@@ -5,17 +5,13 @@ A rating stands for a watch, whatever its stars. Whoever is tested on was never 
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
@@ -23,131 +19,16 @@ from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate
+from lightning_dpsparse.data.ratings import Ratings, read_ratings
 from lightning_dpsparse.hashing import mix, salt, unit
 from lightning_dpsparse.sampling.units import Ints
 
-# N watches, U users (U1: one more), T watches of a user, R movies, B examples, L ids in all bags
+# N watches, U users (U1: one more), T watches of a user, B examples, L ids in all bags
 
 FEATURES = ("context", "label")
 
 # Purposes of hash words and of generators: no two draws share one.
 _SPLIT, _WINDOW, _SYNTHETIC = range(3)
-
-_COLUMNS = ("userId", "movieId", "rating", "timestamp")
-_TYPES = dict(zip(_COLUMNS, (pa.uint32(), pa.uint32(), pa.float32(), pa.int64())))
-_HEADER = ",".join(_COLUMNS).encode()
-_LINE = rb"\d{1,9}%s\d{1,9}%s\d+(\.\d+)?%s\d{1,18}"
-_SEPARATOR = {".csv": b",", ".dat": b"::"}
-
-
-class Ratings(NamedTuple):
-    """Who watched which row of the catalogue and when, in the order of the file."""
-
-    users_N: Ints
-    rows_N: Ints
-    times_N: Ints
-    num_items: int  # in the catalogue
-
-
-def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
-    """MovieLens 1M, 10M (`ratings.dat`), 20M or latest (`ratings.csv`), from its folder or file.
-
-    A movie's row is its place in the `movies.csv` or `movies.dat` beside the ratings. Without such
-    a file movies are numbered 1 to `num_items`, and a movie's row is its number less one. The
-    catalogue counts as public. Where a release lists only movies that somebody rated, as GroupLens
-    does since 20M, that is an assumption: name it in the plan's taints.
-    """
-    file = _ratings_file(path)
-    users_N, movies_N, times_N = _read_columns(file)
-    # Never the movies of the ratings themselves: a table with a row for whatever somebody watched
-    # tells who was there before any noise is added.
-    movies_R = _read_catalogue(file, num_items)
-    by_number_R = np.argsort(movies_R)
-    place_N = np.searchsorted(movies_R, movies_N, sorter=by_number_R)
-    rows_N = by_number_R[np.minimum(place_N, movies_R.size - 1)]
-    is_known_N = movies_R[rows_N] == movies_N
-    if not is_known_N.all():
-        line = int(np.argmin(is_known_N)) + (2 if file.suffix == ".csv" else 1)
-        raise ValueError(
-            f"Expected movies of a catalogue of {movies_R.size:,} in {str(file)!r}, found another "
-            f"in line {line}. Take the movies file of the same release, or raise num_items."
-        )
-    return Ratings(users_N, rows_N, times_N, movies_R.size)
-
-
-def _ratings_file(path: Path) -> Path:
-    for file in (path, path / "ratings.csv", path / "ratings.dat"):
-        if file.is_file() and file.suffix in _SEPARATOR:
-            return file
-    raise FileNotFoundError(
-        f"Expected MovieLens at {str(path)!r}, a folder with ratings.csv and movies.csv (20M, "
-        "latest) or ratings.dat and movies.dat (1M), found none. Get it from "
-        "https://grouplens.org/datasets/movielens/ and unpack it."
-    )
-
-
-def _read_columns(file: Path) -> tuple[Ints, ...]:
-    """Users, movies and times."""
-    source, table = str(file), None
-    if file.suffix == ".dat":  # where a comma separates nothing
-        content = file.read_bytes().replace(b",", b"?").replace(_SEPARATOR[".dat"], b",")
-        source = pa.BufferReader(_HEADER + b"\n" + content)
-    with suppress(pa.ArrowInvalid):  # whose message quotes the line
-        table = pyarrow.csv.read_csv(
-            source,
-            # Rows count as lines do, so that an error can name one.
-            parse_options=pyarrow.csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
-            convert_options=pyarrow.csv.ConvertOptions(column_types=_TYPES, null_values=[]),
-        )
-    if not table or tuple(table.column_names) != _COLUMNS:
-        line = _malformed_line(file)
-        found = "none" if line is None else f"something else in line {line}"
-        raise ValueError(
-            f"Expected ratings as columns {', '.join(_COLUMNS)} in {str(file)!r}, with a header if "
-            f"its name ends in .csv, found {found}. Unpack the release again."
-        )
-    return tuple(table[i].to_numpy().astype(np.int64) for i in (0, 1, 3))
-
-
-def _malformed_line(file: Path) -> int | None:
-    """Number of the first line that is no rating; None if all are, or there is none."""
-    rating = _LINE.replace(b"%s", _SEPARATOR[file.suffix])
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            pattern = _HEADER if number == 1 and file.suffix == ".csv" else rating
-            if not re.fullmatch(pattern, line.rstrip(b"\r\n")):
-                return number
-    return None
-
-
-def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
-    """Numbers of the public movies, one per row."""
-    files = [ratings.with_name(f"movies{suffix}") for suffix in _SEPARATOR]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        if num_items is None or num_items < 1:
-            raise ValueError(
-                f"Expected movies.csv or movies.dat beside {str(ratings)!r}, or num_items, found "
-                f"none and {num_items}. Say, from public knowledge, how many movies there are."
-            )
-        return np.arange(1, num_items + 1)
-    # As bytes: titles are Latin-1 in old releases, and only the first column matters.
-    heads = [line.split(_SEPARATOR[file.suffix], 1)[0] for line in file.read_bytes().splitlines()]
-    first = int(heads[:1] == [b"movieId"])
-    for number, head in enumerate(heads[first:], start=first + 1):
-        if not head.isdigit():
-            raise ValueError(
-                f"Expected a movie's number at the beginning of line {number} of {str(file)!r}, "
-                "found something else. Unpack the release again."
-            )
-    movies_R = np.array(heads[first:], dtype=np.int64)
-    distinct = np.unique(movies_R).size
-    if not 0 < distinct == movies_R.size == (num_items or distinct):
-        raise ValueError(
-            f"Expected {num_items or 'some'} movies in {str(file)!r}, each once, found {distinct} "
-            f"in {movies_R.size} lines. Unpack the release again, and leave num_items out."
-        )
-    return movies_R
 
 
 @dataclass(frozen=True, eq=False)
