@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_dpsparse.audit.secret_sharer import SecretSharer
     from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
     from lightning_dpsparse.mechanisms.adafest import AdaFEST
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
@@ -41,6 +42,7 @@ _HOME = {
     "GumbelHistogram": "lightning_dpsparse.mechanisms.selection",
     "NoisyHistogram": "lightning_dpsparse.mechanisms.selection",
     "PublicFrequencies": "lightning_dpsparse.mechanisms.selection",
+    "SecretSharer": "lightning_dpsparse.audit.secret_sharer",
     "Selection": "lightning_dpsparse.mechanisms.selection",
     "AutomaticClipping": "lightning_dpsparse.engine.clipping",
     "DPSGD": "lightning_dpsparse.mechanisms.dpsgd",
@@ -80,6 +82,7 @@ __all__ = [
     "PrivacyPlan",
     "PrivacyReport",
     "PublicFrequencies",
+    "SecretSharer",
     "Selection",
     "TablePlacement",
     "Users",

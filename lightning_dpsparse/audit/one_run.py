@@ -26,6 +26,7 @@ from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
 from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
 from lightning_dpsparse.audit.losses import losses_of
 from lightning_dpsparse.data.batch import ClickData
+from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.plugin.strategy import DPSparseStrategy
 from lightning_dpsparse.sharded.shards import whole_table
@@ -147,16 +148,21 @@ class _PutIn(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = auditable(trainer.datamodule)  # type: ignore[attr-defined]
         self.canaries = data.train_set.random_examples(len(self.is_included_M), self._seed)
-        before = len(data.train_set)
-        which = np.flatnonzero(self.is_included_M)
-        insert(data, self.canaries, which, is_numbered=self._is_white_box)
         strategy = _strategy(trainer)
         plan = strategy.privacy
         assert plan is not None
+        before = _num_units(data, plan)
+        which = np.flatnonzero(self.is_included_M)
+        insert(data, self.canaries, which, is_numbered=self._is_white_box)
         batch = plan.expected_batch_size or data.batch_size
-        grown = max(1, round(batch * len(data.train_set) / before))
+        grown = max(1, round(batch * _num_units(data, plan) / before))
         strategy.privacy = replace(plan, expected_batch_size=grown)
         mark_as_audited(strategy)
+
+
+def _num_units(data: ClickData, plan: PrivacyPlan) -> int:
+    """What is drawn: examples, or users with all of theirs."""
+    return len(np.unique(data.train_set.users) if plan.draws_whole_users else data.train_set)  # type: ignore[attr-defined]
 
 
 def one_run_audit(
