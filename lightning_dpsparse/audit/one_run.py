@@ -8,6 +8,7 @@ that is looked at.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,10 +26,11 @@ from typing_extensions import override
 from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
 from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
 from lightning_dpsparse.audit.losses import losses_of
-from lightning_dpsparse.data.batch import ClickData
+from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.plugin.strategy import DPSparseStrategy
+from lightning_dpsparse.sharded.private import from_rank_zero
 from lightning_dpsparse.sharded.shards import whole_table
 
 Scores = dict[str, NDArray[np.float64]]
@@ -139,15 +141,22 @@ def _say_nothing(*args: Any, **kwargs: Any) -> None:
 class _PutIn(Callback):
     """Puts the canaries that the coins chose into the training data, at the recipe's own rate."""
 
+    is_included_M: NDArray[np.bool_]
+    canaries: Clicks
+
     def __init__(self, num_canaries: int, seed: int | None, *, is_white_box: bool) -> None:
-        draws = np.random.default_rng(seed)
-        self.is_included_M = draws.random(num_canaries) < 0.5
-        self._seed, self._is_white_box = int(draws.integers(1 << 62)), is_white_box
+        self._num_canaries, self._seed, self._is_white_box = num_canaries, seed, is_white_box
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = auditable(trainer.datamodule)  # type: ignore[attr-defined]
-        self.canaries = data.train_set.random_examples(len(self.is_included_M), self._seed)
+        # All ranks toss the same coins.
+        seed = from_rank_zero(lambda: secrets.randbits(62) if self._seed is None else self._seed)
+        draws = np.random.default_rng(seed)
+        self.is_included_M = draws.random(self._num_canaries) < 0.5
+        self.canaries = data.train_set.random_examples(
+            self._num_canaries, int(draws.integers(1 << 62))
+        )
         strategy = _strategy(trainer)
         plan = strategy.privacy
         assert plan is not None

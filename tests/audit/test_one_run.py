@@ -98,10 +98,29 @@ def test_the_verdict(claim: float | None, passed: bool) -> None:
     assert ("claimed ε ≤" in words) is (claim is not None)
 
 
-def test_coins_are_fair_and_by_seed() -> None:
-    one, again, other = (one_run._PutIn(10_000, seed, is_white_box=True) for seed in (1, 1, 2))
-    assert np.array_equal(one.is_included_M, again.is_included_M)
-    assert not np.array_equal(one.is_included_M, other.is_included_M)
-    assert abs(one.is_included_M.mean() - 0.5) < 5 * 0.5 / 100
-    fresh = [one_run._PutIn(64, None, is_white_box=True).is_included_M for _ in range(2)]
-    assert not np.array_equal(*fresh)
+def coins(world_size: int, seed: int | None) -> Any:
+    """Of 10,000 canaries."""
+    plan = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, delta=1e-6)
+    put_in = one_run._PutIn(10_000, seed, is_white_box=True)
+    trainer = make_trainer(world_size, privacy=plan)
+    trainer.datamodule = data(40)  # type: ignore[attr-defined]
+    trainer.datamodule.setup("fit")  # type: ignore[attr-defined]
+    put_in.setup(trainer, model(), "fit")
+    return put_in.is_included_M, put_in.canaries.ids_L
+
+
+def test_coins_are_fair_and_by_seed(one_rank: Ranks) -> None:
+    (one, canaries), (again, same), (other, others) = (
+        one_rank.run(coins, 1, seed)[0] for seed in (1, 1, 2)
+    )
+    assert np.array_equal(one, again)
+    assert np.array_equal(canaries, same)
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(canaries, others)
+    assert abs(one.mean() - 0.5) < 5 * 0.5 / 100
+
+
+def test_ranks_toss_the_same_fresh_coins(two_ranks: Ranks) -> None:
+    (one, _), (two, _) = two_ranks.run(coins, 2, None)
+    assert np.array_equal(one, two)
+    assert not np.array_equal(one, two_ranks.run(coins, 2, None)[0][0])
