@@ -49,13 +49,13 @@ def _one_run(cli: RecipeCLI, options: argparse.Namespace) -> None:
         confidence=options.confidence,
         seed=options.seed,
     )
-    if not trainer.is_global_zero:
-        return
-    for folder in (options.report, Path(trainer.log_dir or trainer.default_root_dir)):
-        if folder is not None and (folder / report.JSON_NAME).is_file():
-            report.add_audit(folder, result.for_report())
-            print(f"added to {folder / report.HTML_NAME}")
-    print(result)
+    own = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks
+    if trainer.is_global_zero:
+        for folder in (own, options.report):
+            if folder is not None and (folder / report.JSON_NAME).is_file():
+                report.add_audit(folder, result.for_report())
+                print(f"added to {folder / report.HTML_NAME}")
+        print(result)
     if not result.passed:
         sys.exit("AUDIT FAILED: the run is not as private as it claims. Do not release its model.")
 

@@ -36,6 +36,13 @@ def test_one_run_says_claim_and_measurement_and_joins_a_report(tmp_path: Path) -
     assert "one run, white box, 20,000 canaries" in (folder / "privacy_report.html").read_text()
 
 
+def test_one_run_under_torchrun_speaks_once(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_dpsparse"]
+    done = run(*words, "audit", "one-run", "--canaries", "2000", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("measured ε ≥") == 1
+
+
 BROKEN = """
 import sys
 from unittest import mock
