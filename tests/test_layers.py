@@ -18,6 +18,7 @@ ORDER = [
     "engine",
     "mechanisms",
     "sampling",
+    "estimators",
     "plan",
     "run_plan",
     "budget",
@@ -44,7 +45,7 @@ ALLOWED = {
     "fbgemm_gpu": {"sharded"},
     "torch.distributed": {"sharded"},
     "dp_accounting": {"accounting"},
-    "scipy": {"accounting", "audit"},
+    "scipy": {"accounting", "estimators", "audit"},
     "pyarrow": {"data"},
 }
 

@@ -1,0 +1,244 @@
+"""How a linear model is found: by noisy gradient steps, or by one noisy minimum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightning_dpsparse.accounting.events import DpEvent, composed
+from lightning_dpsparse.estimators.bias_reduced import (
+    Levels,
+    bias_reduced_mean,
+    draw_levels,
+    event_of_bias_reduced,
+)
+from lightning_dpsparse.estimators.calibration import (
+    grid_for,
+    noise_multiplier_for,
+    spent_epsilon,
+)
+from lightning_dpsparse.estimators.mean import Kind, event_of_mean, noisy_mean
+from lightning_dpsparse.estimators.objective import Loss
+from lightning_dpsparse.estimators.output import (
+    event_of_output,
+    l1_sensitivity,
+    l2_sensitivity,
+    minimise,
+    perturbed_minimiser,
+    regularisation_for,
+)
+from lightning_dpsparse.estimators.projection import projected_mean
+from lightning_dpsparse.estimators.rows import Array, Rows, sample, scale_rows
+from lightning_dpsparse.estimators.sketch import draw_sketch, sketch_size, sketched_mean
+
+Estimate = Callable[[Rows], Array]
+"""A private mean of the rows, one for each example."""
+
+_SMALL_BATCH = 4  # the small batch of bias_reduced is up to 2^-4 of the examples
+
+# N examples, D columns, the intercept's included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Bounded examples, and what is public about them."""
+
+    rows_ND: Rows
+    labels_N: Array
+    loss: Loss
+    num_examples: int
+    row_norm: float
+    max_nonzeros: int
+    epsilon: float
+    delta: float
+
+    @property
+    def lipschitz(self) -> float:
+        """The largest l2 norm of an example's gradient."""
+        return self.loss.max_slope * self.row_norm
+
+    @property
+    def smoothness(self) -> float:
+        return self.loss.max_curvature * self.row_norm**2
+
+    @property
+    def kind(self) -> Kind:
+        return "gaussian" if self.delta > 0 else "laplace"
+
+    def gradients(self, weights_D: Array) -> Rows:
+        """Of every example: its slope times its row."""
+        return scale_rows(self.rows_ND, self.loss.slopes(self.rows_ND @ weights_D, self.labels_N))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A model, and what it cost."""
+
+    weights_D: Array
+    event: DpEvent
+    epsilon: float
+    noise_multiplier: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A way to take noisy steps."""
+
+    event_of: Callable[[float], DpEvent]
+    """What all steps cost, with this noise multiplier."""
+    estimates: Callable[[float], list[Estimate]]
+    """One for every step."""
+
+
+def fit_by_steps(
+    problem: Problem, steps: Steps, *, learning_rate: float, regularisation: float
+) -> Fitted:
+    """w <- w - eta (private mean of the gradients + lambda w), averaged over the last half."""
+    noise_multiplier = noise_multiplier_for(steps.event_of, problem.epsilon, problem.delta)
+    estimates = steps.estimates(noise_multiplier)
+    weights_D = np.zeros(problem.rows_ND.shape[1])
+    total_D, averaged = np.zeros_like(weights_D), range(len(estimates) // 2, len(estimates))
+    for step, estimate in enumerate(estimates):
+        gradient_D = estimate(problem.gradients(weights_D)) + regularisation * weights_D
+        weights_D = weights_D - learning_rate * gradient_D
+        if step in averaged:
+            total_D += weights_D
+    event = steps.event_of(noise_multiplier)
+    return _fitted(problem, total_D / len(averaged), event, noise_multiplier, len(estimates))
+
+
+def equal_steps(
+    problem: Problem, estimator: str, count: int, rate: float, noise: np.random.Generator
+) -> Steps:
+    """Plain, projected or sketched means: the same release at every step."""
+    sketch_MD = _sketch(problem, noise) if estimator == "sketch" else None
+
+    def event_of(noise_multiplier: float) -> DpEvent:
+        return composed([(event_of_mean(noise_multiplier, kind=problem.kind, rate=rate), count)])
+
+    def estimates(noise_multiplier: float) -> list[Estimate]:
+        def estimate(gradients_ND: Rows) -> Array:
+            drawn_N = sample(gradients_ND.shape[0], rate, noise)
+            shared: dict[str, Any] = {
+                "divisor": rate * problem.num_examples,
+                "clip_norm": problem.lipschitz,
+                "noise_multiplier": noise_multiplier,
+                "noise": noise,
+            }
+            if sketch_MD is not None:
+                return sketched_mean(gradients_ND[drawn_N], sketch_MD, **shared)
+            if estimator == "projection":
+                shared |= {"max_nonzeros": problem.max_nonzeros, "kind": problem.kind}
+                return projected_mean(gradients_ND[drawn_N], **shared)
+            return noisy_mean(gradients_ND[drawn_N], **shared)
+
+        return [estimate] * count
+
+    return Steps(event_of=event_of, estimates=estimates)
+
+
+def _sketch(problem: Problem, noise: np.random.Generator) -> Array | None:
+    """One for all steps; None where as many measurements as columns would be taken."""
+    columns = problem.rows_ND.shape[1]
+    size = sketch_size(
+        problem.num_examples, columns, problem.max_nonzeros, problem.epsilon, problem.delta
+    )
+    return None if size == columns else draw_sketch(size, columns, noise)
+
+
+def bias_reduced_steps(problem: Problem, count: int, noise: np.random.Generator) -> Steps:
+    """Small random batches, with levels that are drawn before the first step."""
+    largest = problem.num_examples.bit_length() - 1
+    if largest < 1:
+        raise ValueError(
+            f'Expected two examples or more with "bias_reduced", found {problem.num_examples}. '
+            'Use "projection".'
+        )
+    levels = Levels(
+        num_examples=problem.num_examples,
+        first=max(0, largest - _SMALL_BATCH),
+        last=largest - 1,
+        steps=count,
+    )
+
+    def estimates(noise_multiplier: float) -> list[Estimate]:
+        settings: dict[str, Any] = {
+            "clip_norm": problem.lipschitz,
+            "max_nonzeros": problem.max_nonzeros,
+            "noise_multiplier": noise_multiplier,
+            "noise": noise,
+        }
+        return [
+            partial(bias_reduced_mean, level=level, levels=levels, **settings)
+            for level in draw_levels(levels, noise)
+        ]
+
+    return Steps(event_of=partial(event_of_bias_reduced, levels=levels), estimates=estimates)
+
+
+def fit_by_output(
+    problem: Problem, regularisation: float | None, radius: float, noise: np.random.Generator
+) -> Fitted:
+    """The minimum of the regularised mean loss, perturbed."""
+    rows_ND, columns, n = problem.rows_ND, problem.rows_ND.shape[1], problem.num_examples
+    bounds: dict[str, Any] = {"lipschitz": problem.lipschitz, "num_examples": n}
+    sparsity: dict[str, Any] = {
+        "max_nonzeros": problem.max_nonzeros,
+        "num_columns": columns,
+        "smoothness": problem.smoothness,
+    }
+    penalty = regularisation or regularisation_for(
+        radius=radius, epsilon=problem.epsilon, delta=problem.delta, **bounds, **sparsity
+    )
+    tolerance = 1e-3 * problem.lipschitz / n  # costs two thousandths of the sensitivity
+    if problem.kind == "laplace":
+        tolerance /= math.sqrt(columns)
+    bounds |= {"regularisation": penalty, "tolerance": tolerance}
+    sensitivity = (
+        l2_sensitivity(**bounds)
+        if problem.kind == "gaussian"
+        else l1_sensitivity(**bounds, **sparsity)
+    )
+
+    def objective(weights_D: Array) -> tuple[float, Array]:
+        scores_N = rows_ND @ weights_D
+        value = problem.loss.values(scores_N, problem.labels_N).sum() / n
+        slopes_N = problem.loss.slopes(scores_N, problem.labels_N)
+        gradient_D: Array = rows_ND.T @ slopes_N / n + penalty * weights_D
+        return float(value + penalty / 2.0 * (weights_D @ weights_D)), gradient_D
+
+    event_of = partial(event_of_output, kind=problem.kind)
+    noise_multiplier = noise_multiplier_for(event_of, problem.epsilon, problem.delta)
+    weights_D = perturbed_minimiser(
+        minimise(
+            objective,
+            columns,
+            smoothness=problem.smoothness,
+            regularisation=penalty,
+            tolerance=tolerance,
+        ),
+        sensitivity=sensitivity,
+        radius=radius,
+        noise_multiplier=noise_multiplier,
+        kind=problem.kind,
+        noise=noise,
+    )
+    return _fitted(problem, weights_D, event_of(noise_multiplier), noise_multiplier, 1)
+
+
+def _fitted(
+    problem: Problem, weights_D: Array, event: DpEvent, noise_multiplier: float, steps: int
+) -> Fitted:
+    return Fitted(
+        weights_D=weights_D,
+        event=event,
+        epsilon=spent_epsilon(event, problem.delta, grid_for(problem.epsilon)),
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+    )

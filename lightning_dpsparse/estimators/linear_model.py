@@ -1,0 +1,268 @@
+"""Private linear models of wide, sparse data, with scikit-learn's manners and without its code."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.special import expit
+
+from lightning_dpsparse.accounting.calibration import default_delta
+from lightning_dpsparse.estimators.fitting import (
+    Problem,
+    bias_reduced_steps,
+    equal_steps,
+    fit_by_output,
+    fit_by_steps,
+)
+from lightning_dpsparse.estimators.mean import fresh
+from lightning_dpsparse.estimators.objective import Loss, LossName
+from lightning_dpsparse.estimators.rows import (
+    Array,
+    Rows,
+    clip_rows,
+    finite_rows,
+    keep_rows,
+    limit_nonzeros,
+)
+
+EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
+Self = TypeVar("Self", bound="DPLinearModel")
+
+# N examples, D columns
+
+
+class DPLinearModel:
+    """Logistic or squared-loss regression on sparse rows, (epsilon, delta)-private for one example.
+
+    The model, its accounting and everything on the way are private for one example added or
+    removed; an example is a row and its label. Public, and yours to choose without a look at the
+    data: the parameters, the number of columns, and the number of examples. Labels of the logistic
+    loss are 0 and 1. An example with a number that is not finite counts as absent.
+
+    gaussian      full-batch gradient steps with Gaussian noise: the yardstick
+    projection    the same, each gradient projected on an l1 ball; Laplace noise if delta is 0
+    sketch        gradients by l1 recovery from a sketch: a dense matrix of measurements x columns
+                  and a linear program a step, so for a few thousand columns
+    output        the regularised minimum with noise, in one release; Laplace noise if delta is 0
+    bias_reduced  steps on small random batches, with a random number of them
+
+    All but the sketch hold some ten dense vectors of D columns: a million columns are no trouble.
+
+    After `fit`: coef_, intercept_, event_ (for dp_accounting), epsilon_ and delta_ (what was spent,
+    at most what was asked), noise_multiplier_, and n_iter_, the number of noisy steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: LossName = "logistic",
+        estimator: EstimatorName = "gaussian",
+        epsilon: float = 3.0,
+        delta: float | None = None,
+        feature_norm: float = 1.0,
+        max_nonzeros: int = 64,
+        max_residual: float = 1.0,
+        steps: int = 50,
+        learning_rate: float = 1.0,
+        regularisation: float | None = None,
+        sampling_rate: float = 1.0,
+        radius: float = 10.0,
+        fit_intercept: bool = True,
+        num_examples: int | None = None,
+    ) -> None:
+        """
+        loss            "logistic" or "squared"
+        estimator       see above
+        delta           None is 1 / (10 n), rounded down to a power of ten; 0 is pure DP
+        feature_norm    rows are scaled down to this l2 norm
+        max_nonzeros    of more in a row, those first in a fixed order of columns are kept
+        max_residual    of the squared loss: larger ones count as this (Huber's loss)
+        steps           at most, with a gradient each; "output" has none
+        learning_rate   of the steps
+        regularisation  lambda / 2 ||w||^2, intercept included; None is 0 for steps, and the value
+                        that balances penalty and noise for "output"
+        sampling_rate   of a Poisson sample for every step; not for output and bias_reduced
+        radius          of "output": of the l2 ball in which a good model is thought to be
+        num_examples    public, and at least the number of rows; None is the number of rows
+        """
+        self.loss = loss
+        self.estimator = estimator
+        self.epsilon = epsilon
+        self.delta = delta
+        self.feature_norm = feature_norm
+        self.max_nonzeros = max_nonzeros
+        self.max_residual = max_residual
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.regularisation = regularisation
+        self.sampling_rate = sampling_rate
+        self.radius = radius
+        self.fit_intercept = fit_intercept
+        self.num_examples = num_examples
+
+    # ---- scikit-learn's protocol: enough for its clone, and for grids of parameters --------------
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """All parameters by name. (`deep` is scikit-learn's, and there is nothing deeper.)"""
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names}
+
+    def set_params(self: Self, **params: Any) -> Self:
+        unknown = sorted(params.keys() - self.get_params().keys())
+        if unknown:
+            raise ValueError(
+                f"Expected parameters of {type(self).__name__}, found {unknown}. See get_params()."
+            )
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._changed())})"
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        defaults = inspect.signature(type(self)).parameters
+        return [(k, v) for k, v in self.get_params().items() if v != defaults[k].default]
+
+    # ---- fitting ---------------------------------------------------------------------------------
+
+    def fit(self: Self, X: Rows, y: Any, *, noise: np.random.Generator | None = None) -> Self:
+        """Learn from rows X (an array, or scipy.sparse) and labels y.
+
+        `noise` is for tests: a generator that someone else can rebuild protects nobody.
+        """
+        self._check()
+        rows_ND, labels_N = self._examples(X, y)
+        count = rows_ND.shape[0] if self.num_examples is None else self.num_examples
+        if not max(1, rows_ND.shape[0]) <= count:
+            raise ValueError(
+                f"Expected from one to num_examples={count} rows, found others. Raise "
+                "num_examples, which is public."
+            )
+        problem = Problem(
+            rows_ND=rows_ND,
+            labels_N=labels_N,
+            loss=Loss(self.loss, float(self.max_residual)),
+            num_examples=count,
+            row_norm=math.hypot(self.feature_norm, float(self.fit_intercept)),
+            max_nonzeros=self.max_nonzeros + int(self.fit_intercept),
+            epsilon=float(self.epsilon),
+            delta=default_delta(count) if self.delta is None else float(self.delta),
+        )
+        source = fresh(noise)
+        if self.estimator == "output":
+            fitted = fit_by_output(problem, self.regularisation, self.radius, source)
+        else:
+            if self.estimator == "bias_reduced":
+                steps = bias_reduced_steps(problem, self.steps, source)
+            else:
+                steps = equal_steps(problem, self.estimator, self.steps, self.sampling_rate, source)
+            fitted = fit_by_steps(
+                problem,
+                steps,
+                learning_rate=self.learning_rate,
+                regularisation=self.regularisation or 0.0,
+            )
+        width = rows_ND.shape[1] - int(self.fit_intercept)
+        self.n_features_in_ = width
+        self.coef_: Array = fitted.weights_D[:width]
+        self.intercept_ = float(fitted.weights_D[width]) if self.fit_intercept else 0.0
+        self.classes_ = np.array([0, 1]) if self.loss == "logistic" else None
+        self.noise_multiplier_, self.n_iter_ = fitted.noise_multiplier, fitted.steps
+        self.event_, self.epsilon_, self.delta_ = fitted.event, fitted.epsilon, problem.delta
+        return self
+
+    def _check(self) -> None:
+        """Of parameters, before the data is looked at."""
+        for name, choices in (("loss", LossName), ("estimator", EstimatorName)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"Expected {name} to be one of {get_args(choices)}, found "
+                    f"{getattr(self, name)!r}. Choose one of these."
+                )
+        positive = ("feature_norm", "max_nonzeros", "max_residual", "steps", "learning_rate")
+        for name in (*positive, "radius", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"Expected {name} > 0 and finite, found {getattr(self, name)}. Raise it."
+                )
+        if self.regularisation is not None and not 0 <= self.regularisation < math.inf:
+            raise ValueError(
+                f"Expected regularisation >= 0, found {self.regularisation}. None is the default."
+            )
+        if self.regularisation == 0 and self.estimator == "output":
+            raise ValueError(
+                'Expected regularisation > 0 with "output", found 0: without it one example may '
+                "move the minimum anywhere. Leave it out."
+            )
+        if not 0 < self.sampling_rate <= 1:
+            raise ValueError(
+                f"Expected 0 < sampling_rate <= 1, found {self.sampling_rate}. 1 is full batches."
+            )
+        if self.sampling_rate < 1 and self.estimator in ("output", "bias_reduced"):
+            raise ValueError(
+                f"Expected sampling_rate=1 with {self.estimator!r}, found {self.sampling_rate}: it "
+                "samples by itself or not at all. Leave it out."
+            )
+        if self.delta is not None and not 0 <= self.delta < 1:
+            raise ValueError(f"Expected 0 <= delta < 1, found {self.delta}. None is the default.")
+        if self.delta == 0 and self.estimator not in ("projection", "output"):
+            raise ValueError(
+                f"Expected delta > 0 with {self.estimator!r}, found 0: its noise is Gaussian. For "
+                'pure DP use "projection" or "output".'
+            )
+
+    def _examples(self, X: Rows, y: Any) -> tuple[Rows, Array]:
+        labels_N = np.asarray(y, dtype=np.float64)
+        if labels_N.ndim != 1 or len(X.shape) != 2 or labels_N.size != X.shape[0]:
+            raise ValueError(
+                f"Expected a label for each row, found X of shape {X.shape} and y of "
+                f"{labels_N.shape}. Give y as one column."
+            )
+        if self.loss == "logistic" and not np.isin(labels_N[np.isfinite(labels_N)], (0, 1)).all():
+            raise ValueError(
+                "Expected labels 0 and 1 of the logistic loss, found others. Recode them, or use "
+                'loss="squared".'
+            )
+        kept_N = np.isfinite(labels_N) & finite_rows(sparse.csr_array(X))
+        rows_ND = self._rows(X)
+        if self.fit_intercept:
+            rows_ND = sparse.hstack([rows_ND, np.ones((labels_N.size, 1))], format="csr")
+        return keep_rows(rows_ND, kept_N), np.where(kept_N, labels_N, 0.0)
+
+    def _rows(self, X: Rows) -> Rows:
+        """As the loss bounds need them: limited, then clipped."""
+        return clip_rows(limit_nonzeros(X, self.max_nonzeros), self.feature_norm)
+
+    # ---- predicting ------------------------------------------------------------------------------
+
+    def decision_function(self, X: Rows) -> Array:
+        """Scores <w, x> + b of rows, limited and clipped as in training."""
+        if not hasattr(self, "coef_"):
+            raise AttributeError("Expected a fitted model, found one without coef_. Call fit.")
+        if X.shape[1] != self.n_features_in_:
+            raise ValueError(
+                f"Expected {self.n_features_in_} columns, found {X.shape[1]}. Use the columns of "
+                "the data that the model was fitted on."
+            )
+        scores_N: Array = self._rows(X) @ self.coef_ + self.intercept_
+        return scores_N
+
+    def predict_proba(self, X: Rows) -> Array:
+        """The chances of labels 0 and 1, by the logistic loss."""
+        if self.loss != "logistic":
+            raise AttributeError(
+                f'Expected loss="logistic", found {self.loss!r}: it has no chances. Use predict.'
+            )
+        chances_N = np.asarray(expit(self.decision_function(X)))
+        return np.stack([1.0 - chances_N, chances_N], axis=1)
+
+    def predict(self, X: Rows) -> NDArray[Any]:
+        """Labels 0 or 1 of the logistic loss, scores of the squared one."""
+        scores_N = self.decision_function(X)
+        return (scores_N > 0).astype(np.int64) if self.loss == "logistic" else scores_N

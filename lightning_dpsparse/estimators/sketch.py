@@ -1,0 +1,123 @@
+"""Gaussian l1 recovery: fewer noisy numbers than columns, and the least mean with these."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.optimize import linprog
+
+from lightning_dpsparse.accounting.events import DpEvent
+from lightning_dpsparse.estimators.mean import draw, event_of_mean, fresh
+from lightning_dpsparse.estimators.rows import Array, Rows, as_rows, clip_rows
+
+MOST_ENTRIES = 1 << 26
+"""Of a sketch, which is dense: half a gigabyte. The linear program needs twice that again."""
+_CHUNK = 1 << 22  # entries of sketched examples at a time
+
+# N examples, D columns, M measurements
+
+
+def sketch_size(
+    num_examples: int, num_columns: int, max_nonzeros: int, epsilon: float, delta: float
+) -> int:
+    """M = epsilon n sqrt(s ln(d/s) / ln(1/delta)) measurements, and no more than columns.
+
+    As many as columns means that a sketch gains nothing: take the plain mechanism.
+    """
+    spread = math.log(max(math.e, num_columns / max_nonzeros))
+    size = epsilon * num_examples * math.sqrt(max_nonzeros * spread / math.log(1 / delta))
+    return max(1, min(num_columns, math.ceil(size)))
+
+
+def draw_sketch(
+    num_measurements: int, num_columns: int, noise: np.random.Generator | None = None
+) -> Array:
+    """A matrix of independent N(0, 1/M) entries, dense. It depends on no data."""
+    if num_measurements >= num_columns:
+        raise ValueError(
+            f"Expected fewer measurements than columns, found {num_measurements} and "
+            f"{num_columns}. Use noisy_mean: a sketch would gain nothing."
+        )
+    if num_measurements * num_columns > MOST_ENTRIES:
+        raise ValueError(
+            f"Expected a sketch of at most {MOST_ENTRIES:,} entries, found {num_measurements:,} x "
+            f"{num_columns:,}. Use projected_mean, which needs a few vectors of that many columns."
+        )
+    shape = (num_measurements, num_columns)
+    return fresh(noise).normal(0.0, num_measurements**-0.5, shape)
+
+
+def sketched_clip_norm(clip_norm: float, num_measurements: int) -> float:
+    """Where sketched examples are clipped: three standard deviations above the norm they keep.
+
+    ||A z|| / ||z|| has mean 1 and standard deviation (2M)^(-1/2), nearly.
+    """
+    return clip_norm * (1.0 + 3.0 / math.sqrt(2.0 * num_measurements))
+
+
+def sketched_sum(vectors_ND: Rows, sketch_MD: Array, clip_norm: float) -> Array:
+    """sum_i clip(A z_i), where the clip is on what is summed: any matrix A will do.
+
+    Guarantees: one example moves the sum by at most sketched_clip_norm(clip_norm, M) in l2.
+    """
+    rows_ND = as_rows(vectors_ND)
+    size, bound = sketch_MD.shape[0], sketched_clip_norm(clip_norm, sketch_MD.shape[0])
+    total_M, step = np.zeros(size), max(1, _CHUNK // size)
+    for start in range(0, rows_ND.shape[0], step):
+        part_NM = clip_rows(rows_ND[start : start + step], clip_norm) @ sketch_MD.T
+        norms_N = np.sqrt((part_NM**2).sum(1))
+        total_M += (bound / np.maximum(norms_N, bound)) @ part_NM
+    return total_M
+
+
+def sketched_mean(
+    vectors_ND: Rows,
+    sketch_MD: Array,
+    *,
+    divisor: float,
+    clip_norm: float,
+    noise_multiplier: float,
+    noise: np.random.Generator | None = None,
+) -> Array:
+    """argmin ||z||_1 over A z = b, where b = (sum_i clip(A z_i) + N(0, sigma^2 C^2 I)) / divisor.
+
+    C is sketched_clip_norm(clip_norm, M). The poster trusts A to keep all norms (RIP), which holds
+    only with high probability; here the sketched examples are clipped, and privacy holds for all A.
+
+    Error, in l2: L (s ln(d/s) ln(1/delta))^(1/4) / sqrt(epsilon n) at M = sketch_size(...), for
+    vectors of l2 norm L = clip_norm with s non-zeros.
+    Memory: M x D for the sketch, dense; the linear program takes seconds from a thousand columns.
+    Reference: the poster, Gaussian l1-Recovery.
+    """
+    bound = sketched_clip_norm(clip_norm, sketch_MD.shape[0])
+    total_M = sketched_sum(vectors_ND, sketch_MD, clip_norm)
+    noisy_M = total_M + draw(total_M.size, noise_multiplier * bound, "gaussian", noise)
+    return recover(sketch_MD, noisy_M / divisor)
+
+
+def recover(sketch_MD: Array, measured_M: Array) -> Array:
+    """Basis pursuit, argmin ||z||_1 over A z = b: z = u - v with u, v >= 0 is a linear program."""
+    largest = float(np.abs(measured_M).max())
+    if largest == 0.0:
+        return np.zeros(sketch_MD.shape[1])
+    found = linprog(
+        np.ones(2 * sketch_MD.shape[1]),
+        A_eq=np.hstack([sketch_MD, -sketch_MD]),
+        b_eq=measured_M / largest,  # the solver's tolerances are absolute
+        bounds=(0, None),
+        method="highs",
+    )
+    if found.status != 0:
+        raise RuntimeError(
+            f"Expected a solved linear program, found {found.message!r}. Draw another sketch, with "
+            "fewer measurements."
+        )
+    above_D, below_D = np.split(found.x, 2)
+    recovered_D: Array = (above_D - below_D) * largest
+    return recovered_D
+
+
+def event_of_sketch(noise_multiplier: float, *, rate: float = 1.0) -> DpEvent:
+    """A Gaussian's: the clip after the sketch is its sensitivity, whatever the matrix."""
+    return event_of_mean(noise_multiplier, rate=rate)
