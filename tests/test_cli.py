@@ -54,7 +54,7 @@ def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture
     main(args)
     printed = capsys.readouterr().out
     recipes = ("fit", "validate", "test", "predict")
-    tools = ("calibrate", "account", "report", "prepare", "consolidate", "doctor")
+    tools = ("calibrate", "account", "report", "audit", "prepare", "consolidate", "doctor")
     for command in recipes + tools:
         assert command in printed
 
