@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness import Feed, Mode, StepTimes, interleave
+from benchmarks.step_time import trainer_for
 from lightning_dpsparse import DPSGD, EANA, DPSparseStrategy, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.models import TwoTowerModule
@@ -75,17 +75,7 @@ class TwoTowers:
                 privacy=plan, fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=8.0)
             )
             with TemporaryDirectory() as folder:  # for the run's journal
-                Trainer(
-                    strategy=strategy,
-                    default_root_dir=folder,
-                    accelerator="cpu",
-                    devices=1,
-                    max_epochs=1,
-                    logger=False,
-                    enable_progress_bar=False,
-                    enable_checkpointing=False,
-                    enable_model_summary=False,
-                ).fit(self.module(), feed)
+                trainer_for(strategy, folder).fit(self.module(), feed)
 
         return run
 

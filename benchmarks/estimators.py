@@ -31,7 +31,7 @@ from scipy import sparse
 from benchmarks.harness import print_table, write_json_lines
 from lightning_dpsparse.estimators.bias_reduced import Levels, bias_reduced_mean
 from lightning_dpsparse.estimators.calibration import noise_multiplier_for
-from lightning_dpsparse.estimators.mean import event_of_mean, noisy_mean
+from lightning_dpsparse.estimators.mean import Kind, event_of_mean, noisy_mean
 from lightning_dpsparse.estimators.output import (
     l2_sensitivity,
     perturbed_minimiser,
@@ -79,29 +79,27 @@ def gaussian(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator)
     return squared_error(found_D, z_ND)
 
 
-def projection(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator) -> float:
+def projection(
+    z_ND: Any,
+    sizes: Sizes,
+    sigma: float,
+    source: np.random.Generator,
+    kind: Kind = "gaussian",
+) -> float:
     found_D = projected_mean(
         z_ND,
         divisor=sizes[0],
         clip_norm=1.0,
         max_nonzeros=sizes[2],
         noise_multiplier=sigma,
+        kind=kind,
         noise=source,
     )
     return squared_error(found_D, z_ND)
 
 
 def laplace(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator) -> float:
-    found_D = projected_mean(
-        z_ND,
-        divisor=sizes[0],
-        clip_norm=1.0,
-        max_nonzeros=sizes[2],
-        noise_multiplier=1.0 / EPSILON,
-        kind="laplace",
-        noise=source,
-    )
-    return squared_error(found_D, z_ND)
+    return projection(z_ND, sizes, 1.0 / EPSILON, source, kind="laplace")
 
 
 def sketch(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator) -> float:

@@ -179,14 +179,17 @@ def through_lightning(
                 fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=LEARNING_RATE),
             )
             with TemporaryDirectory() as folder:  # for the run's journal
-                _trainer(strategy, callbacks, folder).fit(workload.module(), feed)
+                trainer_for(strategy, folder, callbacks).fit(workload.module(), feed)
 
         return run
 
     return make
 
 
-def _trainer(strategy: DPSparseStrategy, callbacks: Sequence[Callback], folder: str) -> Trainer:
+def trainer_for(
+    strategy: DPSparseStrategy, folder: str, callbacks: Sequence[Callback] = ()
+) -> Trainer:
+    """Nothing but training, once through what it is fed."""
     return Trainer(
         strategy=strategy,
         callbacks=list(callbacks),

@@ -44,5 +44,5 @@ def two_hosts() -> Iterator[Ranks]:
 def real_data() -> Path:
     """Directory of real samples, which the product does not carry."""
     if not SHARED_DATA.is_dir():
-        pytest.skip("real Criteo samples are not on this machine")
+        pytest.skip("samples of real data are not on this machine")
     return SHARED_DATA

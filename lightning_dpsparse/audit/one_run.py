@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,8 +207,8 @@ def one_run_audit(
     if is_white_box:
         scores = attacks_on_rows(whole_table(fitted, "canaries"), trainer.world_size)
     else:
-        loss = partial(losses_of, module, data, trainer.strategy.root_device)
-        scores = {"low loss": -loss(put_in.canaries)}
+        device = trainer.strategy.root_device
+        scores = {"low loss": -losses_of(module, data, device, put_in.canaries)}
     delta = run.budget.run.delta
     return OneRunResult(
         run.facts()["guarantee"]["epsilon"],
