@@ -15,7 +15,17 @@ import pytest
 
 from benchmarks import broken
 from benchmarks.broken import CLAIM
-from lightning_dpsparse import DPSGD, EANA, AdaFEST, LazyDP
+from lightning_dpsparse import (
+    DPSGD,
+    EANA,
+    FEST,
+    AdaFEST,
+    AdaFESTPlus,
+    ExponentialSelection,
+    LazyDP,
+    NoisyHistogram,
+    Selection,
+)
 from lightning_dpsparse.audit.one_run import OneRunResult
 from lightning_dpsparse.engine.mechanism import Mechanism
 from tests.ranks import Ranks
@@ -94,4 +104,24 @@ def test_adafest_stays_below_its_claim(
 ) -> None:
     (found,) = one_rank.run(audit, "as it is", mechanism, kind=optimizer)
     assert found.claimed_epsilon == pytest.approx(CLAIM, abs=0.01)
+    assert found.passed
+
+
+SELECTION = Selection(frequencies=NoisyHistogram(noise_multiplier=50.0), rows_in_total=2000)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        FEST(selection=SELECTION),
+        AdaFESTPlus(selection=SELECTION, threshold=8.0),
+        ExponentialSelection(num_rows=500),
+    ],
+    ids=["fest", "adafest_plus", "exponential"],
+)
+def test_row_selection_stays_below_its_claim(one_rank: Ranks, mechanism: Mechanism) -> None:
+    """What choosing rows costs is part of the claim."""
+    (found,) = one_rank.run(audit, "as it is", mechanism, canaries=20_000)
+    assert found.claimed_epsilon is not None
+    assert CLAIM <= found.claimed_epsilon < 1.5
     assert found.passed
