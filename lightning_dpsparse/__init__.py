@@ -16,18 +16,21 @@ from lightning_dpsparse.version import __version__
 if TYPE_CHECKING:
     from lightning_dpsparse.audit.secret_sharer import SecretSharer
     from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
+    from lightning_dpsparse.engine.dense import DenseGaussian
     from lightning_dpsparse.mechanisms.adafest import AdaFEST
     from lightning_dpsparse.mechanisms.dpsgd import DPSGD
     from lightning_dpsparse.mechanisms.eana import EANA
     from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
     from lightning_dpsparse.mechanisms.fest import FEST, AdaFESTPlus
     from lightning_dpsparse.mechanisms.lazydp import LazyDP
+    from lightning_dpsparse.mechanisms.lsg import LSG, RGP
     from lightning_dpsparse.mechanisms.selection import (
         GumbelHistogram,
         NoisyHistogram,
         PublicFrequencies,
         Selection,
     )
+    from lightning_dpsparse.mechanisms.sparse_dpsgd import SparseDPSGD
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
@@ -52,7 +55,11 @@ _HOME = {
     "FlatClipping": "lightning_dpsparse.engine.clipping",
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
     "GroupClipping": "lightning_dpsparse.engine.clipping",
+    "DenseGaussian": "lightning_dpsparse.engine.dense",
+    "LSG": "lightning_dpsparse.mechanisms.lsg",
     "LazyDP": "lightning_dpsparse.mechanisms.lazydp",
+    "RGP": "lightning_dpsparse.mechanisms.lsg",
+    "SparseDPSGD": "lightning_dpsparse.mechanisms.sparse_dpsgd",
     "Placement": "lightning_dpsparse.sharded.placement",
     "PredictionWriter": "lightning_dpsparse.plugin.callbacks",
     "PrivacyMonitor": "lightning_dpsparse.plugin.callbacks",
@@ -65,10 +72,13 @@ __all__ = [
     "DPSGD",
     "EANA",
     "FEST",
+    "LSG",
+    "RGP",
     "AdaFEST",
     "AdaFESTPlus",
     "AutomaticClipping",
     "DPSparseStrategy",
+    "DenseGaussian",
     "ExponentialSelection",
     "FlatClipping",
     "FusedOptimizer",
@@ -84,6 +94,7 @@ __all__ = [
     "PublicFrequencies",
     "SecretSharer",
     "Selection",
+    "SparseDPSGD",
     "TablePlacement",
     "Users",
     "__version__",

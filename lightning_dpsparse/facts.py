@@ -86,6 +86,8 @@ def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
     return {
         "mechanism": type(plan.mechanism).__name__,
         "mechanism_settings": _settings(plan.mechanism),
+        "dense": type(plan.dense).__name__,
+        "dense_settings": _settings(plan.dense),
         "clipping": type(plan.clipping).__name__,
         "clip_norm": _finite(plan.clip_norm),
         "noise_multiplier": run.noise_multiplier,
@@ -144,6 +146,8 @@ def _settings(mechanism: Any, prefix: str = "") -> dict[str, Any]:
         name, value = f"{prefix}{field.name}", getattr(mechanism, field.name)
         if is_dataclass(value):
             found |= {name: type(value).__name__, **_settings(value, f"{name}.")}
+        elif isinstance(value, tuple):
+            found[name] = ", ".join(value)
         elif value is not None and value != {}:
             found[name] = dict(value) if isinstance(value, Mapping) else value
     return found

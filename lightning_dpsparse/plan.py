@@ -10,6 +10,7 @@ from typing import Literal
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
+from lightning_dpsparse.engine.dense import DenseGaussian, DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
 from lightning_dpsparse.mechanisms.fest import selection_of
@@ -52,7 +53,10 @@ class PrivacyPlan:
     """How training is made private. Give a target epsilon, a noise multiplier, or both."""
 
     mechanism: Mechanism = field(default_factory=DPSGD)
-    """Where noise goes."""
+    """Where noise goes in tables."""
+
+    dense: DenseMechanism = field(default_factory=DenseGaussian)
+    """In which numbers dense layers are clipped and noised, together with the tables."""
 
     clip_norm: float = 1.0
     """C: the most that one unit may move the sum of gradients."""

@@ -144,14 +144,20 @@ def naive(
     poisoned: bool = False,
     factors: Any = None,
     noisy: PrivacyPlan | None = None,
+    dense_forms: Any = None,
 ) -> dict[str, Tensor]:
-    """Per-example gradients by autograd, clipped one by one, in float64."""
+    """Per-example gradients by autograd, clipped one by one, in float64.
+
+    `dense_forms(model, step)` gives a naive form for some of the parameters, by name.
+    """
     model = Reference(start, mean=mean).double()
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
     state = {name: torch.zeros_like(bag.weight) for name, bag in model.bags.items()}
     examples, position = Bags(100), 0
+    names = [name for name, _ in model.named_parameters()]
     for step, parts in enumerate(sizes):
-        total = [torch.zeros_like(p) for p in model.parameters()]
+        forms = dense_forms(model, step) if dense_forms else {}
+        total: list[Any] = [0.0] * len(names)
         for i in range(sum(parts)):
             batch = (collate_weighted if weighted else collate)([examples[position + i]])
             batch.dense_features = batch.dense_features.double()
@@ -159,13 +165,15 @@ def naive(
                 continue
             loss = F.binary_cross_entropy_with_logits(model(batch), batch.labels.double())
             each = torch.autograd.grad(loss, list(model.parameters()))
-            names = [name for name, _ in model.named_parameters()]
+            each = [forms[n].of(g) if n in forms else g for n, g in zip(names, each)]
             total = [
                 t + f * g for t, f, g in zip(total, (factors or flat)(names, each, clip_norm), each)
             ]
         position += sum(parts)
-        for parameter, gradient in zip(model.parameters(), total):
-            parameter.grad = gradient / EXPECTED
+        for (name, parameter), gradient in zip(model.named_parameters(), total):
+            if sum(parts) and name in forms:
+                gradient = forms[name].back(gradient)
+            parameter.grad = torch.zeros_like(parameter) + gradient / EXPECTED
         if noisy is not None:
             batch = collate([examples[position - sum(parts) + i] for i in range(sum(parts))])
             add_replayed_noise(model, batch, noisy, step)

@@ -58,7 +58,7 @@ class Clipped:
     tables: list[list[RowGradient]]
     """For every read, a gradient on the rows of each of its stacks of tables that take part."""
     dense: Tensor
-    """All dense parameters end to end; this rank's examples only."""
+    """All dense parameters end to end, each in its form; this rank's examples only."""
     units_clipped: Tensor | None = None
     """Units that were clipped, and units in all; where the recipe asks for it."""
 
@@ -171,8 +171,8 @@ def release(
         if recipe.noise_stddev:
             stream = Stream("gradient", "dense layers", step)
             recipe.noise.add_(flat[None], stream, recipe.noise_stddev)
-    for name, piece in dense.pieces(flat).items():
-        dense.parameters[name].grad = piece
+    for parameter, released in dense.gradients(flat):
+        parameter.grad = released
 
     # Tables, where they live: the mechanism says which rows get noise.
     for read, gradients in zip(reads, clipped.tables):

@@ -7,11 +7,10 @@ of outer products can be had from their factors.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,15 @@ from torch import Tensor
 from lightning_dpsparse.engine.norms import not_below_rounding, row_square_norms
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
+
+
+class Positions(NamedTuple):
+    """The factors of every example's gradient on a weight, sum_t g_bt a_bt^T."""
+
+    inputs: Tensor
+    """a, (B, T, I)."""
+    gradient: Tensor
+    """g, (B, T, O)."""
 
 
 @dataclass
@@ -88,20 +96,14 @@ class Product(Use):
         """sum_b f_b sum_t g_bt a_bt^T, or without a_bt for the bias, into `out`."""
         assert self.inputs is not None
         assert self.gradient is not None
-        f_R, a_RI, g_RO = (
-            value if value.dtype == out.dtype else value.to(out.dtype)
-            for value in (factors_B, self.inputs, self.gradient)
-        )
-        if not self.is_flat:
-            f_R = f_R.repeat_interleave(math.prod(g_RO.shape[1:-1]))
-            a_RI, g_RO = a_RI.flatten(0, -2), g_RO.flatten(0, -2)
+        if self.is_flat:
+            f_R, a_RI, g_RO = factors_B, self.inputs, self.gradient
+        else:
+            a_RI, g_RO, f_R = by_position(self.positions(), factors_B)
         if of_bias:
-            return torch.mv(g_RO.t(), f_R, out=out)
-        # Either factor may carry f: the narrower is the smaller copy, gone before the next layer's.
-        if out.shape[0] <= out.shape[1]:
-            return torch.mm((g_RO * f_R.unsqueeze(1)).t(), a_RI, out=out)
-        # The wide result is the quicker product (twice as quick for a layer of few inputs).
-        return out.copy_(torch.mm((a_RI * f_R.unsqueeze(1)).t(), g_RO).t())
+            return torch.mv(g_RO.to(out.dtype).t(), f_R.to(out.dtype), out=out)
+        outer_sum(a_RI, g_RO, f_R, out=out.flatten(1))
+        return out
 
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
@@ -113,11 +115,36 @@ class Product(Use):
         assert self.inputs is not None
         return [self.inputs.shape[0] if self.inputs.dim() > 1 else -1]
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """a and g as (B, T, I) and (B, T, O)."""
+    def positions(self) -> Positions:
         assert self.inputs is not None
         assert self.gradient is not None
-        return _positions(self.inputs), _positions(self.gradient)
+        return Positions(_positions(self.inputs), _positions(self.gradient))
+
+
+@dataclass
+class Convolution(Product):
+    """`F.conv2d` without groups: a linear layer on the patch of inputs behind every output."""
+
+    kernel: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    borders: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Zeros around an image: left, right, top, bottom."""
+
+    @property
+    def is_flat(self) -> bool:
+        return False
+
+    def first_dimensions(self) -> list[int]:
+        assert self.inputs is not None
+        return [self.inputs.shape[0] if self.inputs.dim() == 4 else -1]
+
+    def positions(self) -> Positions:
+        assert self.inputs is not None
+        assert self.gradient is not None
+        padded = F.pad(self.inputs, self.borders)
+        patches = F.unfold(padded, self.kernel, dilation=self.dilation, stride=self.stride)
+        return Positions(patches.mT, self.gradient.flatten(2).mT)
 
 
 @dataclass
@@ -231,7 +258,7 @@ def per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
     if isinstance(use, General):
         return use.per_example()
     if isinstance(use, Product):
-        a, g = use.factors()
+        a, g = use.positions()
         return g.sum(1) if role == "bias" else torch.einsum("bto,bti->boi", g, a).flatten(1)
     assert isinstance(use, Rows)
     ids, g = use.pairs()
@@ -240,24 +267,59 @@ def per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
     return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
 
 
+def by_position(positions: Positions, factors_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a (R, I), g (R, O), and the factor of every position's example, (R,)."""
+    a, g = positions
+    return a.flatten(0, 1), g.flatten(0, 1), factors_B.repeat_interleave(a.shape[1])
+
+
+def outer_sum(a_RI: Tensor, g_RO: Tensor, f_R: Tensor, out: Tensor) -> None:
+    """sum_r f_r g_r a_r^T, into `out`, (O, I)."""
+    f_R, a_RI, g_RO = (
+        value if value.dtype == out.dtype else value.to(out.dtype) for value in (f_R, a_RI, g_RO)
+    )
+    # Either factor may carry f: the narrower is the smaller copy, gone before the next layer's.
+    if out.shape[0] <= out.shape[1]:
+        torch.mm((g_RO * f_R.unsqueeze(1)).t(), a_RI, out=out)
+    else:  # the wide result is the quicker product (twice as quick for a layer of few inputs)
+        out.copy_(torch.mm((a_RI * f_R.unsqueeze(1)).t(), g_RO).t())
+
+
+def weight_square_norm(positions: Positions, leader_B: Tensor | None) -> Tensor:
+    """|| sum_t g_t a_t^T ||^2 of every example, or of every unit at its leader."""
+    a, g = positions
+    if leader_B is not None:
+        return unit_square_norm(a, g, leader_B)
+    return outer_square_norm(a, g)
+
+
 def outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
     """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O)."""
     positions = a.shape[1]
+    if positions == 1:
+        norms = (torch.linalg.vector_norm(factor, dim=(1, 2)) for factor in (a, g))
+        return (next(norms) * next(norms)).square_()
     if positions * positions <= a.shape[2] * g.shape[2]:
         # The T x T Gram matrices are smaller. Where positions cancel, rounding may go below zero.
         return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0.0)
     return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
 
 
-def unit_square_norm(a: Tensor, g: Tensor, leader_B: Tensor) -> Tensor:
+def unit_square_norm(
+    a: Tensor,
+    g: Tensor,
+    leader_B: Tensor,
+    square_norm: Callable[[Tensor, Tensor], Tensor] = outer_square_norm,
+) -> Tensor:
     """The same for units: the examples of one are positions of a longer example."""
     squares_B = g.new_zeros(len(g))
     first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
     for size in size_U.unique().tolist():
         leaders = first_U[size_U == size]
         members = leaders[:, None] + torch.arange(size, device=leaders.device)
-        squares_B[leaders] = outer_square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
-    terms_BT = a.square().sum(2) * g.square().sum(2)
+        squares_B[leaders] = square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
+    each_R = square_norm(a.flatten(0, 1)[:, None], g.flatten(0, 1)[:, None])
+    terms_BT = each_R.view(a.shape[:2])
     units_BT = leader_B[:, None].expand_as(terms_BT)
     return not_below_rounding(squares_B, units_BT.flatten(), terms_BT.flatten())
 

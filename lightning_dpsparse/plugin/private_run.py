@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
 from lightning_dpsparse.budget import Budget, BudgetSpentError, forecast
+from lightning_dpsparse.engine.dense import DenseGaussian
 from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import PublicFrequencies
@@ -208,8 +209,10 @@ class PrivateRun:
             if self.plan.epsilon is None
             else f"target epsilon {self.plan.epsilon:g}{spent}, {budget.remaining:,} steps to go"
         )
+        is_plain = isinstance(self.plan.dense, DenseGaussian)
+        dense = "" if is_plain else f" and {type(self.plan.dense).__name__}"
         rank_zero_info(
-            f"Privacy: {type(self.plan.mechanism).__name__}, noise multiplier "
+            f"Privacy: {type(self.plan.mechanism).__name__}{dense}, noise multiplier "
             f"{run.noise_multiplier:.4f}, clip norm {self.plan.clip_norm:g}, delta {run.delta:g}; "
             f"{goal}."
         )

@@ -170,13 +170,14 @@ def _target(facts: Facts) -> str:
 def _ran(facts: Facts) -> str:
     rows = []
     for key, value in facts["ran"].items():
-        if key != "mechanism_settings":
+        if not key.endswith("_settings"):
             rows.append((_label(key), leaf(facts, "ran", key)))
         elif value:
             for name in value:
-                rows.append((f"Mechanism setting: {escape(name)}", leaf(facts, "ran", key, name)))
+                label = f"{_label(key.removesuffix('s'))}: {escape(name)}"
+                rows.append((label, leaf(facts, "ran", key, name)))
         else:
-            rows.append(("Mechanism settings", "none"))
+            rows.append((_label(key), "none"))
     return _definitions(rows)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
@@ -41,6 +42,7 @@ class PrivateSteps:
             trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._dense = DenseCapture(trainable)
         plan = run.plan
+        self._forms = DenseForms(plan.dense, module, trainable)
         self._recipe = Recipe(
             plan.mechanism,
             plan.clipping,
@@ -132,6 +134,9 @@ class PrivateSteps:
                 "users without examples."
             )
         self._step, self._sums, self._unit_sizes = step, None, unit_sizes
+        self._dense.set_forms(self._forms.at(step, self._recipe.noise))
+        if self._flat.numel() != self._dense.size:
+            self._flat = self._dense.new_flat()
         for collection in self._collections:
             collection.start_step()
 

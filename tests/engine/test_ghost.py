@@ -144,6 +144,10 @@ def many_positions() -> Tensor:
     return torch.randn(B, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+def images() -> Tensor:
+    return torch.randn(B, 2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
 def ids() -> Tensor:
     return torch.tensor([[0, 0, 0], [1, 2, 1], [6, 5, 4], [3, 3, 0], [2, 2, 2]])
 
@@ -168,6 +172,16 @@ CASES: dict[str, tuple[Any, Any]] = {
     "hooked": (Hooked, vectors),
     "spelled out": (Spelled, vectors),
     "parameters of another class": (OfAnotherClass, vectors),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 2)), images),
+    "convolution with all settings": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)), images),
+    "convolution, padded to the same": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), images),
+    "convolution, not padded": (lambda: nn.Conv2d(2, 3, 2, padding="valid", bias=False), images),
+    "convolution, reflected": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), images),
+    "convolution of many positions": (lambda: nn.Conv2d(2, 1, 1), images),
+    "convolution in groups": (lambda: nn.Conv2d(2, 4, 2, groups=2, bias=False), images),
     "cross network": (lambda: CrossNet(4, 2), vectors),
     "low-rank cross network": (lambda: LowRankCrossNet(4, 2, 2), vectors),
     "vector cross network": (lambda: VectorCrossNet(4, 2), vectors),
@@ -205,6 +219,7 @@ def clipped_sum(capture: DenseCapture, name: str, factors: Tensor) -> Tensor:
     return capture.clipped_sum(name, factors, torch.full_like(capture.parameters[name], torch.nan))
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch may copy; no matter
 @pytest.mark.parametrize("name", CASES)
 def test_norms_and_sums_match_autograd(name: str) -> None:
     torch.manual_seed(0)

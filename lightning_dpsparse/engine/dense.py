@@ -1,0 +1,144 @@
+"""In which numbers a dense weight's gradient is clipped and released.
+
+By default in its own. A `DenseMechanism` may choose fewer for some layers, from the weights as they
+are: these were released in earlier steps, so what is made of them costs nothing (post-processing).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpsparse.engine.uses import Positions
+from lightning_dpsparse.noise.sources import NoiseSource
+
+# B examples, O and I rows and columns of a weight: outputs, and inputs (times places in a kernel)
+
+
+class Form(ABC):
+    """A linear map from the gradient of one weight to the numbers that a step releases of it.
+
+    Example b has the gradient G_b = sum_t g_bt a_bt^T. It is never built where its factors will do.
+    """
+
+    size: int
+    """How many numbers."""
+
+    @abstractmethod
+    def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
+        """|| form(G_b) ||^2, (B,); with `leader_B` those of units, at their leaders."""
+
+    @abstractmethod
+    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
+        """sum_b f_b form(G_b) over all uses, into `out`, (size,)."""
+
+    @abstractmethod
+    def rebuild(self, released: Tensor) -> Tensor:
+        """From the released numbers, what the optimizer gets: (O, I)."""
+
+
+class DenseMechanism:
+    """What happens to dense layers. A frozen description.
+
+    Clipping is joint: one norm over tables and everything that is released of dense layers. So
+    whatever the forms are, a step costs what the plan's mechanism says.
+    """
+
+    def layers_of(self, module: nn.Module) -> dict[str, int]:
+        """Paths of layers that have forms, each with how many columns belong to one input."""
+        return {}
+
+    def form(
+        self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
+    ) -> Form | None:
+        """The form of one of them in this step, the same on every rank; None is as it is.
+
+        `noise` draws what is random about it, apart from the noise on gradients.
+        """
+        return None
+
+
+class DenseForms:
+    """A mechanism that met its model: the forms of its layers, step by step."""
+
+    def __init__(
+        self,
+        mechanism: DenseMechanism,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._mechanism = mechanism
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._layers: dict[str, tuple[Tensor, int]] = {}
+        for path, columns in mechanism.layers_of(module).items():
+            weight = module.get_parameter(f"{path}.weight")
+            self._layers[names[id(weight)]] = weight, columns  # layers that share one have it once
+
+    @torch.no_grad()
+    def at(self, step: int, noise: NoiseSource) -> dict[str, Form]:
+        """By the weights as they are before this step."""
+        forms = {
+            name: self._mechanism.form(name, weight.detach().flatten(1), columns, noise, step)
+            for name, (weight, columns) in self._layers.items()
+        }
+        return {name: form for name, form in forms.items() if form is not None}
+
+
+@dataclass(frozen=True)
+class DenseGaussian(DenseMechanism):
+    """Noise on every number of every dense parameter: DP-SGD (arXiv:1607.00133)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnLayers(DenseMechanism):
+    """Chooses linear layers and convolutions by name; all else is as with `DenseGaussian`."""
+
+    layers: tuple[str, ...] = ("*",)
+    """Patterns (as in a shell) of layers' paths in the module. Convolutions with groups are never
+    among them, nor are biases."""
+
+    exclude: tuple[str, ...] | None = None
+    """Patterns of layers that are left as they are. By default the last one, in the order in which
+    the module lists them: the one that makes the prediction."""
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "exclude"):  # lists, from YAML
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(
+                    self, field, (value,) if isinstance(value, str) else tuple(value)
+                )
+
+    def layers_of(self, module: nn.Module) -> dict[str, int]:
+        found = {
+            path: layer.weight[0, 0].numel()
+            for path, layer in module.named_modules()
+            if isinstance(layer, (nn.Linear, nn.Conv2d))
+            and getattr(layer, "groups", 1) == 1
+            and layer.weight.requires_grad
+        }
+        exclude = list(found)[-1:] if self.exclude is None else self.exclude
+        for pattern in (*self.layers, *exclude):
+            if not any(fnmatchcase(path, pattern) for path in found):
+                raise ValueError(
+                    f"Expected linear layers or convolutions named {pattern!r}, found "
+                    f"{sorted(found)}. Give {type(self).__name__} a pattern that matches."
+                )
+        chosen = {
+            path: columns
+            for path, columns in found.items()
+            if any(fnmatchcase(path, pattern) for pattern in self.layers)
+            and not any(fnmatchcase(path, pattern) for pattern in exclude)
+        }
+        if not chosen:
+            raise ValueError(
+                f"Expected a linear layer or a convolution for {type(self).__name__} to work on, "
+                f"found none but those that are excluded, {list(exclude)}. Set exclude to [], or "
+                "leave `dense` out."
+            )
+        return chosen

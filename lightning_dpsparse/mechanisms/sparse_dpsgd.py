@@ -1,0 +1,94 @@
+"""Sparse DP-SGD for dense layers: small weights are frozen (Luo et al. 2021, CVPR).
+
+The baseline of the LSG paper (arXiv:2207.02699) that has sparsity and no low rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.dense import Form, OnLayers
+from lightning_dpsparse.engine.uses import Positions, by_position, outer_sum, unit_square_norm
+from lightning_dpsparse.mechanisms.lsg import check_sparsity, most_important
+from lightning_dpsparse.noise.sources import NoiseSource
+
+# B examples, T positions, O outputs, I inputs (times places in a kernel), M live numbers
+
+_MOST_NUMBERS = 1 << 22
+"""Of per-example gradients that are built at a time."""
+
+
+@dataclass(frozen=True)
+class SparseDPSGD(OnLayers):
+    """Gradients on the largest weights only; in convolutions on the kernels with the largest sums.
+
+    The rest is frozen in this step: not clipped, not noised, not updated.
+    """
+
+    sparsity: float
+    """The part of the weights that is frozen."""
+
+    warmup: int = 0
+    """Steps before anything is frozen: weights at their initial values say little."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sparsity(self.sparsity)
+        if self.warmup < 0:
+            raise ValueError(f"Expected warmup >= 0, found {self.warmup}.")
+
+    def form(
+        self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
+    ) -> Form | None:
+        if step < self.warmup or self.sparsity == 0:
+            return None
+        kernels = weight_OI.abs().view(-1, columns).sum(1)
+        live = most_important(kernels, self.sparsity)
+        is_live = torch.zeros_like(kernels).index_fill_(0, live, 1.0)
+        is_live_OI = is_live[:, None].expand(-1, columns).reshape(weight_OI.shape)
+        return Masked(is_live_OI)
+
+
+class Masked(Form):
+    """The live numbers of a gradient, one after the other."""
+
+    def __init__(self, is_live_OI: Tensor) -> None:
+        self._is_live_OI = is_live_OI
+        self._live_M = is_live_OI.flatten().nonzero().squeeze(1)
+        self.size = self._live_M.numel()
+
+    def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
+        a, g = positions
+        if leader_B is not None:
+            return unit_square_norm(a, g, leader_B, self._square_norm)
+        return self._square_norm(a, g)
+
+    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
+        out.zero_()
+        sum_OI = torch.empty_like(self._is_live_OI, dtype=out.dtype)
+        for positions in uses:
+            outer_sum(*by_position(positions, factors_B), out=sum_OI)
+            out += sum_OI.flatten()[self._live_M]
+
+    def rebuild(self, released: Tensor) -> Tensor:
+        whole = released.new_zeros(self._is_live_OI.numel())
+        return whole.index_copy_(0, self._live_M, released).view_as(self._is_live_OI)
+
+    def _square_norm(self, a: Tensor, g: Tensor) -> Tensor:
+        """sum over live (o, i) of (sum_t g_to a_ti)^2.
+
+        With one position that is (g^2)^T live a^2. With more, gradients are built, of a few
+        examples at a time.
+        """
+        if a.shape[1] == 1:
+            return ((g[:, 0].square() @ self._is_live_OI) * a[:, 0].square()).sum(1)
+        at_once = max(1, _MOST_NUMBERS // self._is_live_OI.numel())
+        squares = [
+            (torch.einsum("bto,bti->boi", g_few, a_few).square_() * self._is_live_OI).sum((1, 2))
+            for a_few, g_few in zip(a.split(at_once), g.split(at_once))
+        ]
+        return torch.cat(squares)
