@@ -234,16 +234,16 @@ def summary(rows: Sequence[Row]) -> list[Row]:
                 "setting": setting,
                 "seeds": len(group),
                 "auc": round(statistics.mean(aucs), 4),
-                "auc_error": round(_error(aucs), 4),
+                "auc_error": round(standard_error(aucs), 4),
                 "auc_loss": round(statistics.mean(losses), 4),
-                "auc_loss_error": round(_error(losses), 4),
+                "auc_loss_error": round(standard_error(losses), 4),
                 "reduction": round(statistics.mean(row["reduction"] for row in group), 1),
             }
         )
     return table
 
 
-def _error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 

@@ -114,64 +114,68 @@ def decompose(weight_OI: Tensor, random_KI: Tensor) -> tuple[Tensor, Tensor]:
     return left_OK, right_IK.mT.contiguous()
 
 
-@dataclass(frozen=True)
 class LowRank(Form):
     """dL = G R^T and dR = L^T G, on their live rows and columns (equation 8).
 
     G is a sum of outer products g a^T, so these are sums of g (R a)^T and (L^T g) a^T.
     """
 
-    left_OK: Tensor
-    right_KI: Tensor
-    live_N: Tensor | None = None
-    live_M: Tensor | None = None
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self._left_size + self.right_KI.shape[0] * self._num_inputs
-
-    @property
-    def _left_size(self) -> int:
-        outputs = self.left_OK.shape[0] if self.live_N is None else self.live_N.numel()
-        return outputs * self.left_OK.shape[1]
-
-    @property
-    def _num_inputs(self) -> int:
-        return self.right_KI.shape[1] if self.live_M is None else self.live_M.numel()
+    def __init__(
+        self,
+        left_OK: Tensor,
+        right_KI: Tensor,
+        live_N: Tensor | None = None,
+        live_M: Tensor | None = None,
+    ) -> None:
+        self.left_OK, self.right_KI, self.live_N, self.live_M = left_OK, right_KI, live_N, live_M
+        (outputs, rank), inputs = left_OK.shape, right_KI.shape[1]
+        live_outputs = outputs if live_N is None else live_N.numel()
+        live_inputs = inputs if live_M is None else live_M.numel()
+        self._sizes = [live_outputs * rank, rank * live_inputs]
+        self.size = sum(self._sizes)
 
     def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        left, right = self._factors(*positions)
+        a_BTI, g_BTO = positions
+        left = Positions(a_BTI @ self.right_KI.mT, _masked(g_BTO, self.live_N))
+        right = Positions(_masked(a_BTI, self.live_M), g_BTO @ self.left_OK)
         return weight_square_norm(left, leader_B) + weight_square_norm(right, leader_B)
 
     def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
         out.zero_()
-        total_NK, total_KM = self._split(out)
+        left_OK, right_KI = torch.empty_like(self.left_OK), torch.empty_like(self.right_KI)
         for positions in uses:
-            for part, total in zip(self._factors(*positions), (total_NK, total_KM)):
-                sum_of_use = total if len(uses) == 1 else torch.empty_like(total)
-                outer_sum(*by_position(part, factors_B), out=sum_of_use)
-                if sum_of_use is not total:
-                    total += sum_of_use
+            a_RI, g_RO, f_R = by_position(positions, factors_B)
+            outer_sum(a_RI @ self.right_KI.mT, g_RO, f_R, out=left_OK)
+            outer_sum(a_RI, g_RO @ self.left_OK, f_R, out=right_KI)
+            for total, part in zip(self._split(out), self._live_of(left_OK, right_KI)):
+                total += part
 
     def rebuild(self, released: Tensor) -> Tensor:
         """dW = dL R + L dR - L L^T dL R (equation 3), with zeros for what is frozen."""
-        left_NK, right_KM = self._split(released)
-        if self.live_N is not None and self.live_M is not None:
-            left_OK = torch.zeros_like(self.left_OK).index_copy_(0, self.live_N, left_NK)
-            right_KI = torch.zeros_like(self.right_KI).index_copy_(1, self.live_M, right_KM)
-        else:
-            left_OK, right_KI = left_NK, right_KM
+        left_OK, right_KI = self._split(released)
+        if self.live_N is not None:
+            left_OK = torch.zeros_like(self.left_OK).index_copy_(0, self.live_N, left_OK)
+        if self.live_M is not None:
+            right_KI = torch.zeros_like(self.right_KI).index_copy_(1, self.live_M, right_KI)
         outside_OK = left_OK - self.left_OK @ (self.left_OK.mT @ left_OK)
         return outside_OK @ self.right_KI + self.left_OK @ right_KI
 
-    def _factors(self, a_BTI: Tensor, g_BTO: Tensor) -> tuple[Positions, Positions]:
-        """Of dL, with outputs N and inputs K, and of dR, with outputs K and inputs M."""
-        live_g, live_a = g_BTO, a_BTI
-        if self.live_N is not None and self.live_M is not None:
-            live_g, live_a = g_BTO[..., self.live_N], a_BTI[..., self.live_M]
-        return Positions(a_BTI @ self.right_KI.mT, live_g), Positions(live_a, g_BTO @ self.left_OK)
-
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Live rows of dL, and live columns of dR."""
         rank = self.right_KI.shape[0]
-        left, right = flat.split([self._left_size, rank * self._num_inputs])
+        left, right = flat.split(self._sizes)
         return left.view(-1, rank), right.view(rank, -1)
+
+    def _live_of(self, left_OK: Tensor, right_KI: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            left_OK if self.live_N is None else left_OK[self.live_N],
+            right_KI if self.live_M is None else right_KI[:, self.live_M],
+        )
+
+
+def _masked(values: Tensor, live: Tensor | None) -> Tensor:
+    """Zeros in the columns that are not live. Quicker than to copy those that are."""
+    if live is None:
+        return values
+    is_live = values.new_zeros(values.shape[-1]).index_fill_(0, live, 1.0)
+    return values * is_live
