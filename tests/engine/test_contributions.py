@@ -113,7 +113,7 @@ def naive_norms(
         for f, ids in enumerate(example):
             table = layout.table_of_feature[f]
             for i in ids:
-                value = lookup.gradient_BE[b, layout.columns[f]]
+                value = lookup.gradient[b, layout.columns[f]]
                 if weights is not None:
                     value = value * weights(torch.tensor(i))
                 if layout.is_mean:

@@ -65,7 +65,7 @@ def example_gradients(lookup: Lookup, row_mask: Tensor | None) -> list[list[Tens
             if lookup.bags.weights_L is not None:
                 rows = rows * lookup.bags.weights_L[bag, None]
             pooled = rows.sum(0) / (max(1, len(rows)) if layout.is_mean else 1)
-            loss = loss + (pooled * lookup.gradient_BE[b, layout.columns[f]]).sum()
+            loss = loss + (pooled * lookup.gradient[b, layout.columns[f]]).sum()
         gradients = list(torch.autograd.grad(loss, tables, allow_unused=True))
         gradients = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, tables)]
         if row_mask is not None:
@@ -196,7 +196,7 @@ def test_rows_added_to_bags_are_as_if_they_had_been_read(
     rows = bags.rows_of_stacks()
     widths = [layout.widths[stack.tables.start] for stack in layout.stacks]
     added = [torch.randn(len(r), width, dtype=torch.float64) for r, width in zip(rows, widths)]
-    found = torch.zeros_like(lookup.gradient_BE)
+    found = torch.zeros_like(lookup.gradient)
     add_to_bags(found, bags, added)
     tables = []
     for stack, width, here, values in zip(layout.stacks, widths, rows, added):
