@@ -142,9 +142,7 @@ def _of_table(
     value_LD = lookup.gradient.new_empty(order_L.numel(), lookup.layout.widths[table])
     for feature in lookup.layout.features_of_table[table]:
         of_feature = (feature_L == feature).nonzero().squeeze(1)
-        value_LD[of_feature] = lookup.values_of(
-            feature, example_L[of_feature], order_L[of_feature]
-        )
+        value_LD[of_feature] = lookup.values_of(feature, example_L[of_feature], order_L[of_feature])
     if lookup.coefficient_L is not None:
         value_LD *= lookup.coefficient_L[order_L, None]
     sum_PD = value_LD.new_zeros(key_P.numel(), value_LD.shape[1]).index_add_(0, pair_L, value_LD)

@@ -270,9 +270,7 @@ def rows_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | N
     """Positions of a unit that read one row add up before they are squared."""
     units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
     key_L = (units_B[:, None] * num_rows + ids).flatten()
-    return row_square_norms(
-        key_L, g.flatten(0, 1), num_rows, len(ids), may_cancel=True
-    )
+    return row_square_norms(key_L, g.flatten(0, 1), num_rows, len(ids), may_cancel=True)
 
 
 class _Source(torch.autograd.Function):
