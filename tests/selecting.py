@@ -25,16 +25,12 @@ from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
 from tests import small
 from tests.plugin.test_training import update
 from tests.private import EXPECTED
+from tests.reference import Reference
 
 CPU = torch.device("cpu")
 
 Example = Sequence[Sequence[int]]
 """The ids of one example, feature by feature."""
-
-
-def paths() -> dict[str, str]:
-    """The weight of each of the small model's tables in a state dict."""
-    return {name: f"ebc.embedding_bags.{name}.weight" for name, *_ in small.TABLES}
 
 
 # ---- a kernel on paper ---------------------------------------------------------------------------
@@ -132,7 +128,11 @@ class Expected:
 
 
 def keep_rows(
-    plan: PrivacyPlan, readers: Sequence[set[Any]], selected: Mapping[str, Tensor], step: int
+    plan: PrivacyPlan,
+    readers: Sequence[set[Any]],
+    selected: Mapping[str, Tensor],
+    step: int,
+    paths: dict[str, str],
 ) -> dict[str, Tensor]:
     """The rows of every table that take part, a boolean each."""
     keep = {name: mask.clone() for name, mask in selected.items()}
@@ -146,7 +146,7 @@ def keep_rows(
         count[name][row] = value
     ratio = mechanism.noise_ratio
     stddev = mechanism.map_clip_norm * plan.noise_multiplier * math.sqrt(ratio**2 + 1)  # sigma1 C1
-    for name, path in paths().items():
+    for name, path in paths.items():
         if stddev:
             drawn = torch.empty(len(count[name]), 1)
             RowNoise(plan.make_key()).fill_(drawn, Stream("map", path, step), stddev)
@@ -171,7 +171,7 @@ def naive_selecting(
 
     Noise, if the plan has any, is that of row-keyed draws.
     """
-    model = small.Reference(start, mean=mean).double()
+    model = Reference(start, mean=mean).double()
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
     state = {name: torch.zeros_like(bag.weight) for name, bag in model.bags.items()}
     everything = {name: torch.ones(rows, dtype=torch.bool) for name, rows, _, _ in small.TABLES}
@@ -195,7 +195,7 @@ def naive_selecting(
             }
             for group in groups
         ]
-        keep = keep_rows(plan, readers, selected, step)
+        keep = keep_rows(plan, readers, selected, step, model.paths)
         _tell(result, keep, set().union(*readers))
         # 2. Gradients on the rows that are kept, clipped with the dense layers' as one.
         total = [torch.zeros_like(p) for p in model.parameters()]
@@ -226,7 +226,7 @@ def _tell(result: Expected, keep: dict[str, Tensor], read: set[tuple[str, int]])
         result.only_kept += len(kept - rows)
 
 
-def _summed(model: small.Reference, group: list[Any], weighted: bool) -> list[Tensor]:
+def _summed(model: Reference, group: list[Any], weighted: bool) -> list[Tensor]:
     """The gradients of a unit's examples, added up."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for example in group:
@@ -238,7 +238,7 @@ def _summed(model: small.Reference, group: list[Any], weighted: bool) -> list[Te
     return total
 
 
-def _masks(model: small.Reference, keep: dict[str, Tensor]) -> list[Any]:
+def _masks(model: Reference, keep: dict[str, Tensor]) -> list[Any]:
     """For every parameter, what its gradient is multiplied by."""
     masks: list[Any] = []
     for name, _ in model.named_parameters():
@@ -247,15 +247,13 @@ def _masks(model: small.Reference, keep: dict[str, Tensor]) -> list[Any]:
     return masks
 
 
-def _add_noise(
-    model: small.Reference, keep: dict[str, Tensor], plan: PrivacyPlan, step: int
-) -> None:
+def _add_noise(model: Reference, keep: dict[str, Tensor], plan: PrivacyPlan, step: int) -> None:
     source, sigma = RowNoise(plan.make_key()), plan.noise_multiplier
     assert sigma is not None
     if isinstance(plan.mechanism, AdaFEST):
         sigma *= math.sqrt(1 + plan.mechanism.noise_ratio**-2)  # sigma2
     stddev = sigma * plan.clip_norm / EXPECTED
-    for name, path in paths().items():
+    for name, path in model.paths.items():
         gradient = model.bags[name].weight.grad
         drawn = source.fill_(torch.empty(gradient.shape), Stream("gradient", path, step), stddev)
         gradient += drawn * keep[name][:, None]

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.dense import Form, OnLayers
-from lightning_dpsparse.engine.uses import Positions, by_position, outer_sum, unit_square_norm
+from lightning_dpsparse.engine.uses import (
+    Positions,
+    by_position,
+    not_below_positions,
+    outer_sum,
+    unit_square_norm,
+)
 from lightning_dpsparse.mechanisms.lsg import check_sparsity, most_important
 from lightning_dpsparse.noise.sources import NoiseSource
 
@@ -84,11 +90,12 @@ class Masked(Form):
         With one position that is (g^2)^T live a^2. With more, gradients are built, of a few
         examples at a time.
         """
+        terms_BT = ((g.square() @ self._is_live_OI) * a.square()).sum(2)
         if a.shape[1] == 1:
-            return ((g[:, 0].square() @ self._is_live_OI) * a[:, 0].square()).sum(1)
+            return terms_BT.squeeze(1)
         at_once = max(1, _MOST_NUMBERS // self._is_live_OI.numel())
         squares = [
             (torch.einsum("bto,bti->boi", g_few, a_few).square_() * self._is_live_OI).sum((1, 2))
             for a_few, g_few in zip(a.split(at_once), g.split(at_once))
         ]
-        return torch.cat(squares)
+        return not_below_positions(torch.cat(squares), terms_BT)
