@@ -30,18 +30,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+SETTINGS: dict[str, Any] = {
+    "num_items": ITEMS,
+    "embedding_dim": WIDTH,
+    "max_length": 5,
+    "num_blocks": 2,
+    "num_heads": HEADS,
+    "num_negatives": NEGATIVES,
+    "temperature": 0.2,
+    "optimizer": sgd,
+}
+
+
 def sasrec(**settings: Any) -> SASRecModule:
-    default: dict[str, Any] = {
-        "num_items": ITEMS,
-        "embedding_dim": WIDTH,
-        "max_length": 5,
-        "num_blocks": 2,
-        "num_heads": HEADS,
-        "num_negatives": NEGATIVES,
-        "temperature": 0.2,
-        "optimizer": sgd,
-    }
-    return SASRecModule(**(default | settings))
+    return SASRecModule(**(SETTINGS | settings))
 
 
 def built(**settings: Any) -> SASRecModule:
