@@ -45,8 +45,8 @@ from benchmarks.step_time import (
 from lightning_dpsparse import DPSGD, EANA, LazyDP
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.plugin.callbacks import private_run
+from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.debts import KernelDebts
-from lightning_dpsparse.sharded.shards import sharded_collections
 
 # R rows of a stack of tables
 

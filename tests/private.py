@@ -118,7 +118,7 @@ def add_replayed_noise(model: Reference, batch: Any, noisy: PrivacyPlan, step: i
     bags = batch.sparse_features.to_dict() if batch.sparse_features.stride() else {}
     for name, _, _, features in TABLES:
         gradient = model.bags[name].weight.grad
-        stream = Stream("gradient", f"ebc.embedding_bags.{name}.weight", step)
+        stream = Stream("gradient", model.paths[name], step)
         drawn = source.fill_(torch.empty(gradient.shape), stream, stddev)
         if isinstance(noisy.mechanism, EANA):
             read = torch.zeros(len(drawn), dtype=torch.bool)

@@ -32,11 +32,6 @@ Example = Sequence[Sequence[int]]
 """The ids of one example, feature by feature."""
 
 
-def paths() -> dict[str, str]:
-    """The weight of each of the small model's tables in a state dict."""
-    return {name: f"ebc.embedding_bags.{name}.weight" for name, *_ in small.TABLES}
-
-
 # ---- a kernel on paper ---------------------------------------------------------------------------
 
 
@@ -132,7 +127,11 @@ class Expected:
 
 
 def keep_rows(
-    plan: PrivacyPlan, readers: Sequence[set[Any]], selected: Mapping[str, Tensor], step: int
+    plan: PrivacyPlan,
+    readers: Sequence[set[Any]],
+    selected: Mapping[str, Tensor],
+    step: int,
+    paths: dict[str, str],
 ) -> dict[str, Tensor]:
     """The rows of every table that take part, a boolean each."""
     keep = {name: mask.clone() for name, mask in selected.items()}
@@ -146,7 +145,7 @@ def keep_rows(
         count[name][row] = value
     ratio = mechanism.noise_ratio
     stddev = mechanism.map_clip_norm * plan.noise_multiplier * math.sqrt(ratio**2 + 1)  # sigma1 C1
-    for name, path in paths().items():
+    for name, path in paths.items():
         if stddev:
             drawn = torch.empty(len(count[name]), 1)
             RowNoise(plan.make_key()).fill_(drawn, Stream("map", path, step), stddev)
@@ -195,7 +194,7 @@ def naive_selecting(
             }
             for group in groups
         ]
-        keep = keep_rows(plan, readers, selected, step)
+        keep = keep_rows(plan, readers, selected, step, model.paths)
         _tell(result, keep, set().union(*readers))
         # 2. Gradients on the rows that are kept, clipped with the dense layers' as one.
         total = [torch.zeros_like(p) for p in model.parameters()]
@@ -255,7 +254,7 @@ def _add_noise(
     if isinstance(plan.mechanism, AdaFEST):
         sigma *= math.sqrt(1 + plan.mechanism.noise_ratio**-2)  # sigma2
     stddev = sigma * plan.clip_norm / EXPECTED
-    for name, path in paths().items():
+    for name, path in model.paths.items():
         gradient = model.bags[name].weight.grad
         drawn = source.fill_(torch.empty(gradient.shape), Stream("gradient", path, step), stddev)
         gradient += drawn * keep[name][:, None]

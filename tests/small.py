@@ -1,7 +1,7 @@
 """A model small enough to check by hand, with everything that goes wrong in tables.
 
 Repeated ids, empty bags, a table that two features share, a feature that two tables share, MEAN and
-SUM pooling.
+SUM pooling. Tables may also be read as sequences, whose positions count differently.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import DPSparseStrategy, FusedOptimizer, Placement, PrivacyPlan
+from lightning_dpsparse.sharded.collections import (
+    sharded_collections,
+    sharded_tables,
+    weight_path,
+)
 from lightning_dpsparse.sharded.shards import local_kernels
 
 # name, rows, width, features
@@ -30,9 +35,43 @@ TABLES = [
     ("t2", 21, 8, ["f3"]),
     ("t3", 40, 8, ["f0"]),
 ]
+SEQUENCES = ("t0", "t1", "t2", "t3")
+"""All tables in an EmbeddingCollection, where they have one width."""
+SEQUENCE_WIDTH = 8
 FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
 NUM_COUNTS = 3
 _SCRATCH = tempfile.TemporaryDirectory()
+
+
+def width_of(name: str, sequences: tuple[str, ...]) -> int:
+    return SEQUENCE_WIDTH if name in sequences else {n: w for n, _, w, _ in TABLES}[name]
+
+
+def head_width(sequences: tuple[str, ...]) -> int:
+    return sum(width_of(name, sequences) * len(features) for name, _, _, features in TABLES)
+
+
+def sequence_tables(names: tuple[str, ...]) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=SEQUENCE_WIDTH,
+            feature_names=features,
+        )
+        for name, rows, _, features in TABLES
+        if name in names
+    ]
+
+
+def fold(values_LD: Tensor, lengths_B: Tensor) -> Tensor:
+    """Sequences as one vector each, to which every position adds something else."""
+    example_L = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
+    first_B = lengths_B.cumsum(0) - lengths_B
+    position_L = torch.arange(len(values_LD)) - first_B[example_L]
+    values_LD = torch.tanh(values_LD) * torch.cos(position_L.to(values_LD.dtype))[:, None]
+    folded_BD = values_LD.new_zeros(len(lengths_B), values_LD.shape[1])
+    return folded_BD.index_add(0, example_L, values_LD)
 
 
 def tables(*, mean: bool = False) -> list[EmbeddingBagConfig]:
@@ -127,23 +166,34 @@ class SmallModule(LightningModule):
         schedule: str = "",
         scalar_loss: bool = False,
         lr: float = 0.1,
+        sequences: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        self.sequences = sequences
         self.mean, self.schedule, self.scalar_loss, self.lr = mean, schedule, scalar_loss, lr
         self.weighted = weighted
         self.ebc: Any = None
+        self.ec: Any = None
         self.losses: list[float] = []
         self.predictions: list[Tensor] = []
 
     def configure_model(self) -> None:
-        if self.ebc is None:
-            self.ebc = EmbeddingBagCollection(
-                tables=tables(mean=self.mean), is_weighted=self.weighted
-            )
-            self.head = Head(sum(width * len(features) for _, _, width, features in TABLES))
+        if self.ebc is None and self.ec is None:
+            bags = [t for t in tables(mean=self.mean) if t.name not in self.sequences]
+            if bags:
+                self.ebc = EmbeddingBagCollection(tables=bags, is_weighted=self.weighted)
+            if self.sequences:
+                self.ec = EmbeddingCollection(tables=sequence_tables(self.sequences))
+            self.head = Head(head_width(self.sequences))
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.head(self.ebc(batch.sparse_features).to_dict(), batch.dense_features)
+        embedded: dict[str, Tensor] = {}
+        if self.ebc is not None:
+            embedded |= self.ebc(batch.sparse_features).to_dict()
+        if self.ec is not None:
+            for name, found in self.ec(batch.sparse_features).items():
+                embedded[f"sequence {name}"] = fold(found.values(), found.lengths())
+        return self.head(embedded, batch.dense_features)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = F.binary_cross_entropy_with_logits(self(batch), batch.labels, reduction="none")
@@ -230,18 +280,15 @@ def snapshot(module: LightningModule) -> dict[str, Any]:
             place = table.local_metadata
             pieces.append(
                 (
-                    f"{path}.embedding_bags.{table.name}.weight",
+                    weight_path(path, sharded_collections(module)[path], table.name),
                     (table.num_embeddings, table.embedding_dim),
                     tuple(place.shard_offsets),
                     weight.clone(),
                     {name: value.clone() for name, value in state.items()},
                 )
             )
-    dense = {
-        name: value.clone()
-        for name, value in module.state_dict().items()
-        if ".embedding_bags." not in name
-    }
+    kept = {path for path, _ in sharded_tables(module)}
+    dense = {name: value.clone() for name, value in module.state_dict().items() if name not in kept}
     return {"pieces": pieces, "dense": dense}
 
 
@@ -297,14 +344,31 @@ def run_training(
     return {"start": module.start, "end": snapshot(module), "losses": module.losses}
 
 
+def paths(sequences: tuple[str, ...] = ()) -> dict[str, str]:
+    """The weight of each table in a state dict."""
+    return {
+        name: f"ec.embeddings.{name}.weight"
+        if name in sequences
+        else f"ebc.embedding_bags.{name}.weight"
+        for name, *_ in TABLES
+    }
+
+
 class Reference(nn.Module):
-    """The same model in plain PyTorch: one `nn.EmbeddingBag` per table, and autograd."""
+    """The same model in plain PyTorch: one `nn.EmbeddingBag` per table, and autograd.
+
+    Tables that the start has as sequences are one `nn.Embedding` each.
+    """
 
     def __init__(self, start: dict[str, Tensor], *, mean: bool) -> None:
         super().__init__()
+        sequences = tuple(n for n in SEQUENCES if f"ec.embeddings.{n}.weight" in start)
+        self.paths = paths(sequences)
         self.bags = nn.ModuleDict(
             {
-                config.name: nn.EmbeddingBag(
+                config.name: nn.Embedding(config.num_embeddings, SEQUENCE_WIDTH)
+                if config.name in sequences
+                else nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
                     mode="mean" if config.pooling is PoolingType.MEAN else "sum",
@@ -312,10 +376,10 @@ class Reference(nn.Module):
                 for config in tables(mean=mean)
             }
         )
-        self.head = Head(sum(width * len(features) for _, _, width, features in TABLES))
+        self.head = Head(head_width(sequences))
         with torch.no_grad():
             for name, bag in self.bags.items():
-                bag.weight.copy_(start[f"ebc.embedding_bags.{name}.weight"])
+                bag.weight.copy_(start[self.paths[name]])
         self.head.load_state_dict(
             {key.removeprefix("head."): v for key, v in start.items() if key.startswith("head.")}
         )
@@ -323,10 +387,16 @@ class Reference(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         bags = batch.sparse_features.to_dict()
         embedded = {}
+        kinds = {name: isinstance(table, nn.Embedding) for name, table in self.bags.items()}
         for name, _, _, features in TABLES:
             for feature in features:
-                key = f"{feature}@{name}" if feature == "f0" else feature  # TorchRec's own naming
+                is_shared = feature == "f0" and kinds["t0"] == kinds["t3"]
+                key = f"{feature}@{name}" if is_shared else feature  # TorchRec's own naming
                 jagged = bags[feature]
+                if kinds[name]:
+                    values = self.bags[name](jagged.values())
+                    embedded[f"sequence {key}"] = fold(values, jagged.lengths())
+                    continue
                 weights = jagged.weights_or_none()
                 embedded[key] = self.bags[name](
                     jagged.values(),
@@ -339,7 +409,7 @@ class Reference(nn.Module):
         return self.head.out.weight.dtype
 
     def weights(self) -> dict[str, Tensor]:
-        tables = {f"ebc.embedding_bags.{n}.weight": b.weight.detach() for n, b in self.bags.items()}
+        tables = {self.paths[name]: bag.weight.detach() for name, bag in self.bags.items()}
         return tables | {f"head.{key}": value for key, value in self.head.state_dict().items()}
 
 

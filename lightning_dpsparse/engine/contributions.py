@@ -110,9 +110,9 @@ def pair_norms(lookup: Lookup, leader_B: Tensor | None = None) -> PairNorms:
     """Lookups of one row by one unit add up before their norm is taken."""
     bags, layout = lookup.bags, lookup.layout
     position_L, unit_L = _in_order(bags, leader_B)
-    if bags.reads_every_table_once and leader_B is None:
+    if layout.is_pooled and bags.reads_every_table_once and leader_B is None:
         norms = [
-            torch.linalg.vector_norm(lookup.gradient_BE[:, columns], dim=1)
+            torch.linalg.vector_norm(lookup.gradient[:, columns], dim=1)
             for columns in layout.columns
         ]
         norm_L = torch.cat(norms)
@@ -139,11 +139,10 @@ def _of_table(
     order_L = bags.runs.order_L[here]
     feature_L = bags.bag_L[order_L] // size
     example_L = bags.bag_L[order_L] - feature_L * size
-    value_LD = lookup.gradient_BE.new_empty(order_L.numel(), lookup.layout.widths[table])
+    value_LD = lookup.gradient.new_empty(order_L.numel(), lookup.layout.widths[table])
     for feature in lookup.layout.features_of_table[table]:
         of_feature = (feature_L == feature).nonzero().squeeze(1)
-        gradient_BD = lookup.gradient_BE[:, lookup.layout.columns[feature]]
-        value_LD[of_feature] = gradient_BD[example_L[of_feature]]
+        value_LD[of_feature] = lookup.values_of(feature, example_L[of_feature], order_L[of_feature])
     if lookup.coefficient_L is not None:
         value_LD *= lookup.coefficient_L[order_L, None]
     sum_PD = value_LD.new_zeros(key_P.numel(), value_LD.shape[1]).index_add_(0, pair_L, value_LD)

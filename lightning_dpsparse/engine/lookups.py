@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # B examples of all ranks, F features, T tables, L lookups, E width of all features side by side,
-# D width of one table, U distinct rows
+# D width of one table, U distinct rows, l some of the lookups
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class Layout:
     """Whether the kernel itself divides a bag by its length."""
     is_stacked: bool = False
     """Whether neighbouring tables of one width are updated as one matrix: fewer, larger calls."""
+    is_pooled: bool = True
+    """Whether a bag's rows are added up. If not, the output is sequences: a row for every lookup,
+    in their order, and all tables have one width."""
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
@@ -236,8 +239,9 @@ class Lookup:
     """One kernel's read, and what came back to it."""
 
     bags: Bags
-    gradient_BE: Tensor
-    """d loss_b / d output_b: row b holds nothing but example b's gradient."""
+    gradient: Tensor
+    """d loss / d output. Pooled (B, E): row b holds nothing but example b's gradient. Sequences
+    (L, D): row l is lookup l's, and nothing but the gradient of the example that made it."""
 
     @property
     def layout(self) -> Layout:
@@ -245,14 +249,26 @@ class Lookup:
 
     @property
     def num_examples(self) -> int:
-        return self.gradient_BE.shape[0]
+        return self.bags.num_examples
+
+    def values_of(self, feature: int, example_l: Tensor, at_l: slice | Tensor) -> Tensor:
+        """The gradients of what some lookups of one feature fed, one to a row."""
+        if not self.layout.is_pooled:
+            return self.gradient[at_l]
+        return self.gradient[:, self.layout.columns[feature]][example_l]
+
+    def without(self, bad_B: Tensor) -> Lookup:
+        """The same with zeros for some examples."""
+        size = max(1, self.num_examples)
+        bad = bad_B if self.layout.is_pooled else bad_B[self.bags.bag_L % size]
+        return Lookup(self.bags, torch.where(bad[:, None], 0.0, self.gradient))
 
     @cached_property
     def coefficient_L(self) -> Tensor | None:
         """What a row is multiplied by on its way into the bag; None is one."""
         bags, coefficient = self.bags, self.bags.weights_L
         if bags.layout.is_mean and not bags.is_one_hot:
-            share_L = bags.lengths.to(self.gradient_BE.dtype).reciprocal()[bags.bag_L]
+            share_L = bags.lengths.to(self.gradient.dtype).reciprocal()[bags.bag_L]
             coefficient = share_L if coefficient is None else coefficient * share_L
         return coefficient
 
@@ -260,7 +276,7 @@ class Lookup:
         """`coefficient_L`, with zero for lookups of rows that are left out."""
         if kept is None:
             return self.coefficient_L
-        keep_L = self.gradient_BE.new_zeros(self.bags.ids_L.numel())
+        keep_L = self.gradient.new_zeros(self.bags.ids_L.numel())
         keep_L.index_fill_(0, kept.order_L, 1.0)
         return keep_L if self.coefficient_L is None else self.coefficient_L * keep_L
 

@@ -1,9 +1,9 @@
 """Exact norms of every example's or user's embedding gradient, without building it.
 
 The gradient of example b on row r is the sum over b's lookups of r of coefficient * G, where G is
-the gradient of the bag that the lookup fed. Lookups of one row add up *before* they are squared:
-three hits on a row weigh 9, not 3, and features that share a table meet on its rows. So do the
-examples of one user, where a user is what is clipped.
+the gradient of the bag that the lookup fed, or of its own row in a sequence. Lookups of one row add
+up *before* they are squared: three hits on a row weigh 9, not 3, and features that share a table
+meet on its rows. So do the examples of one user, where a user is what is clipped.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def square_norms(
     if leader_B is None and kept is not None and _is_simple(lookup, chosen):
         return _of_single_ids(lookup, kept)
     coefficient_L = lookup.kept_coefficient(kept)
-    if leader_B is not None:
-        squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
+    if leader_B is not None or not layout.is_pooled:  # no one gradient to a bag
+        squares_B = lookup.gradient.new_zeros(lookup.num_examples)
         for table in chosen:
             squares_B += _by_row(lookup, coefficient_L, table, leader_B)
         return squares_B
@@ -48,7 +48,7 @@ def square_norms(
     shared = [t for t in chosen if len(layout.features_of_table[t]) > 1]
     all_alone = len(alone) == len(layout.table_of_feature)
     if all_alone and lookup.bags.is_one_hot and coefficient_L is None:
-        return torch.linalg.vector_norm(lookup.gradient_BE, dim=1).square_()
+        return torch.linalg.vector_norm(lookup.gradient, dim=1).square_()
     squares_B = _of_unshared(lookup, coefficient_L, alone)
     for table in shared:
         squares_B += _by_row(lookup, coefficient_L, table)
@@ -56,22 +56,25 @@ def square_norms(
 
 
 def _is_simple(lookup: Lookup, tables: Collection[int]) -> bool:
-    """One id of every table, all tables of one width, and all asked for."""
+    """One id of every table, all tables pooled and of one width, and all asked for."""
     widths = lookup.layout.widths
     return (
-        lookup.bags.reads_every_table_once and len(tables) == len(widths) and len(set(widths)) == 1
+        lookup.layout.is_pooled
+        and lookup.bags.reads_every_table_once
+        and len(tables) == len(widths)
+        and len(set(widths)) == 1
     )
 
 
 def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
     """Every lookup is a row of its own to its example: only those of kept rows are looked at."""
-    squares_B = lookup.gradient_BE.new_zeros(lookup.num_examples)
+    squares_B = lookup.gradient.new_zeros(lookup.num_examples)
     if kept.order_L.numel() == 0:
         return squares_B
     num_features = len(lookup.layout.table_of_feature)
     feature_L = kept.order_L // lookup.num_examples  # one id to a bag: a lookup is its bag
     example_L = kept.order_L - feature_L * lookup.num_examples
-    by_bag = lookup.gradient_BE.view(lookup.num_examples * num_features, -1)
+    by_bag = lookup.gradient.view(lookup.num_examples * num_features, -1)
     value_LD = by_bag.index_select(0, example_L * num_features + feature_L)
     squares_L = torch.linalg.vector_norm(value_LD, dim=1).square_()
     if lookup.coefficient_L is not None:
@@ -81,7 +84,7 @@ def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
 
 def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[int]) -> Tensor:
     """Features with a table of their own: one G per bag, so n^2 = ||G||^2 sum_r (sum_l c_l)^2."""
-    gradient_BE = lookup.gradient_BE
+    gradient_BE = lookup.gradient
     squares_B = gradient_BE.new_zeros(lookup.num_examples)
     if not features:
         return squares_B
@@ -96,9 +99,9 @@ def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[in
 
 def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
     """sum over rows of (sum of the row's coefficients)^2 for every bag, (F * B,)."""
-    weights = lookup.gradient_BE.new_zeros(lookup.bags.lengths.numel())
+    weights = lookup.gradient.new_zeros(lookup.bags.lengths.numel())
     if coefficient_L is None:
-        coefficient_L = lookup.gradient_BE.new_ones(lookup.bags.ids_L.numel())
+        coefficient_L = lookup.gradient.new_ones(lookup.bags.ids_L.numel())
     if lookup.bags.is_one_hot:
         return weights.copy_(coefficient_L).square_()
     # Sorted by row, a bag's lookups of one row are neighbours: U of (row, bag) begin somewhere.
@@ -124,28 +127,32 @@ def _by_row(
         first, last = feature * num_examples, (feature + 1) * num_examples
         here = slice(int(lookup.bags.offsets[first]), int(lookup.bags.offsets[last]))
         example = lookup.bags.bag_L[here] - first
-        value = lookup.gradient_BE[:, lookup.layout.columns[feature]][example]
+        value = lookup.values_of(feature, example, here)
         if coefficient_L is not None:
             value = value * coefficient_L[here, None]
         unit = example if leader_B is None else leader_B[example]
         keys.append(unit * num_rows + lookup.bags.ids_L[here])
         values.append(value)
+    may_cancel = leader_B is not None or not lookup.layout.is_pooled
     return row_square_norms(
-        torch.cat(keys), torch.cat(values), num_rows, num_examples, of_units=leader_B is not None
+        torch.cat(keys), torch.cat(values), num_rows, num_examples, may_cancel=may_cancel
     )
 
 
 def row_square_norms(
-    key_L: Tensor, value_LD: Tensor, num_rows: int, num_examples: int, *, of_units: bool
+    key_L: Tensor, value_LD: Tensor, num_rows: int, num_examples: int, *, may_cancel: bool
 ) -> Tensor:
-    """sum over rows of || sum of a unit's values on the row ||^2, (B,); keys are unit, row."""
+    """sum over rows of || sum of a unit's values on the row ||^2, (B,); keys are unit, row.
+
+    Values of a unit of several examples, or positions, may cancel: see `not_below_rounding`.
+    """
     key_U, position_L = torch.unique(key_L, return_inverse=True)
     sum_UD = value_LD.new_zeros(key_U.numel(), value_LD.shape[1]).index_add_(
         0, position_L, value_LD
     )
     squares_U = torch.linalg.vector_norm(sum_UD, dim=1).square_()
     squares_B = value_LD.new_zeros(num_examples).index_add_(0, key_U // num_rows, squares_U)
-    if not of_units:
+    if not may_cancel:
         return squares_B
     return not_below_rounding(squares_B, key_L // num_rows, value_LD.square().sum(1))
 
@@ -153,8 +160,9 @@ def row_square_norms(
 def not_below_rounding(squares_B: Tensor, unit_L: Tensor, term_squares_L: Tensor) -> Tensor:
     """Squared norms, raised to what rounding may have hidden: eps (sum of the terms' norms)^2.
 
-    Examples of a user can cancel. Their terms are still added one by one, in another order and with
-    those of others in between, and leave errors of their own size. A norm of at least
+    Examples of a user can cancel, and so can positions of a sequence. Their terms are still added
+    one by one, in another order and with those of others in between, and leave errors of their own
+    size. A norm of at least
     sqrt(eps) sum_l ||v_l|| keeps every clipped term below C / sqrt(eps), and so its rounding below
     sqrt(eps) C. Norms that do not cancel to that degree stay as they are.
     """

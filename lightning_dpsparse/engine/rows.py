@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup, Runs
+from lightning_dpsparse.engine.lookups import Bags, Lookup, Runs
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -70,7 +70,7 @@ def clipped_row_gradients(
     runs = bags.runs if kept is None else kept
     if runs.row_U.numel() == 0:
         widths = [layout.widths[stack.tables.start] for stack in layout.stacks]
-        return [RowGradient(runs.row_U, lookup.gradient_BE.new_zeros(0, w)) for w in widths]
+        return [RowGradient(runs.row_U, lookup.gradient.new_zeros(0, w)) for w in widths]
     row_U, start_U, order_L = runs.row_U, runs.start_U, runs.order_L
     bag_L = bags.bag_L[order_L]
     feature_L = bag_L // num_examples
@@ -83,7 +83,7 @@ def clipped_row_gradients(
     if lookup.coefficient_L is not None:
         weight_L = weight_L * lookup.coefficient_L[order_L]
     if len(layout.stacks) == 1:
-        values, index_L = _by_bag(lookup.gradient_BE, layout, feature_L, example_L)
+        values, index_L = _by_bag(lookup, order_L, feature_L, example_L)
         return [RowGradient(row_U, weighted_runs(values, index_L, start_U, weight_L))]
     cuts = layout.cuts_of(row_U)
     ends = [*start_U.tolist(), order_L.numel()]
@@ -91,7 +91,7 @@ def clipped_row_gradients(
     for stack, (start, stop) in zip(layout.stacks, pairwise(cuts)):
         here = slice(ends[start], ends[stop])
         values, index_L = _by_bag(
-            lookup.gradient_BE, layout, feature_L[here], example_L[here], stack.tables
+            lookup, order_L[here], feature_L[here], example_L[here], stack.tables
         )
         sums_UD = weighted_runs(values, index_L, start_U[start:stop] - here.start, weight_L[here])
         result.append(RowGradient(row_U[start:stop] - stack.first_row, sums_UD))
@@ -99,13 +99,16 @@ def clipped_row_gradients(
 
 
 def _by_bag(
-    gradient_BE: Tensor,
-    layout: Layout,
+    lookup: Lookup,
+    order_L: Tensor,
     feature_L: Tensor,
     example_L: Tensor,
     tables: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of these tables' bags, one to a row, and the row of each lookup's bag."""
+    gradient_BE, layout = lookup.gradient, lookup.layout
+    if not layout.is_pooled:  # every lookup has a row of its own
+        return lookup.gradient, order_L
     if tables is None:  # all, of one width: as they lie
         num_features, width = len(layout.table_of_feature), layout.widths[0]
         values = gradient_BE.view(len(gradient_BE) * num_features, width)
@@ -118,10 +121,15 @@ def _by_bag(
 
 
 def add_to_bags(output_BE: Tensor, bags: Bags, rows_of_stacks: list[Tensor]) -> None:
-    """What reading would have given, had these been added to the distinct rows of every stack."""
+    """What reading would have given, had these been added to the distinct rows of every stack.
+
+    The output of sequences is (L, D).
+    """
     layout, size = bags.layout, bags.num_examples
     position_L, num_features = bags.runs.position_L, len(layout.table_of_feature)
-    if len(layout.stacks) == 1 and bags.is_one_hot and bags.weights_L is None:
+    if not layout.is_pooled:
+        output_BE += torch.cat(rows_of_stacks)[position_L]
+    elif len(layout.stacks) == 1 and bags.is_one_hot and bags.weights_L is None:
         position_BF = position_L.view(num_features, size).T
         output_BE += torch.nn.functional.embedding(position_BF, rows_of_stacks[0]).flatten(1)
     elif len(layout.stacks) == 1:

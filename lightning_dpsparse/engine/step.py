@@ -130,7 +130,7 @@ def clipped_sums(
     counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
     factors_KB = factors_KB.masked_fill(bad_B, 0.0).div_(recipe.expected_batch)
     if bool(bad_B.any()):  # zero times infinity is not zero
-        lookups = [_without(x, take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
+        lookups = [x.without(take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
         dense.drop_examples(bad_B[mine])
 
     # 5. Clipped sums: rows where they live, dense layers for this rank's examples.
@@ -224,8 +224,3 @@ def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> T
         is_unit_B &= leader_B == torch.arange(leader_B.numel(), device=leader_B.device)
     is_clipped_B = (factors_KB < 1).any(0) & is_unit_B
     return torch.stack([is_clipped_B.sum(), is_unit_B.sum()])
-
-
-def _without(lookup: Lookup, bad_B: Tensor) -> Lookup:
-    gradient_BE = torch.where(bad_B[:, None], 0.0, lookup.gradient_BE)
-    return Lookup(lookup.bags, gradient_BE)

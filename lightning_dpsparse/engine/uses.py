@@ -241,12 +241,16 @@ def per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
 
 
 def outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
-    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O)."""
+    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O).
+
+    Positions may cancel: not below what rounding may hide, as in `not_below_rounding`.
+    """
     positions = a.shape[1]
-    if positions * positions <= a.shape[2] * g.shape[2]:
-        # The T x T Gram matrices are smaller. Where positions cancel, rounding may go below zero.
-        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0.0)
-    return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
+    floor_B = (a.square().sum(2) * g.square().sum(2)).sum(1).mul_(positions)
+    floor_B *= torch.finfo(floor_B.dtype).eps
+    if positions * positions <= a.shape[2] * g.shape[2]:  # the T x T Gram matrices are smaller
+        return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).maximum(floor_B)
+    return torch.einsum("bto,bti->boi", g, a).square().sum((1, 2)).maximum(floor_B)
 
 
 def unit_square_norm(a: Tensor, g: Tensor, leader_B: Tensor) -> Tensor:
@@ -266,9 +270,7 @@ def rows_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | N
     """Positions of a unit that read one row add up before they are squared."""
     units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
     key_L = (units_B[:, None] * num_rows + ids).flatten()
-    return row_square_norms(
-        key_L, g.flatten(0, 1), num_rows, len(ids), of_units=leader_B is not None
-    )
+    return row_square_norms(key_L, g.flatten(0, 1), num_rows, len(ids), may_cancel=True)
 
 
 class _Source(torch.autograd.Function):

@@ -14,10 +14,10 @@ from lightning_dpsparse.mechanisms.selection import Histogram, PublicFrequencies
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.plugin.private_data import DataShape
 from lightning_dpsparse.sampling.poisson import Phase
+from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.private import from_rank_zero
-from lightning_dpsparse.sharded.seam import ShardedTables
+from lightning_dpsparse.sharded.seam import Seam
 from lightning_dpsparse.sharded.selected import IdCounter, check_one_table_each, public_tables
-from lightning_dpsparse.sharded.shards import sharded_collections
 
 
 class RowSelector:
@@ -124,5 +124,5 @@ class RowSelector:
 def tell_tables(module: nn.Module, rows: Mapping[str, Tensor] | None, others: int | None) -> None:
     """Have the module's tables update these rows only, and map other ids if asked."""
     for collection in sharded_collections(module).values():
-        assert isinstance(collection, ShardedTables)
+        assert isinstance(collection, Seam)
         collection.select_rows(rows, others)

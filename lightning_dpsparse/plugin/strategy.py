@@ -37,7 +37,9 @@ from lightning_dpsparse.sharded.refusals import check_wrappers
 
 
 class DPSparseStrategy(DDPStrategy):
-    """Train a LightningModule whose `EmbeddingBagCollection`s are sharded over all ranks.
+    """Train a LightningModule whose embedding tables are sharded over all ranks.
+
+    Tables are those of every `EmbeddingBagCollection` and `EmbeddingCollection` in it.
 
     The module stays plain: tables and layers in `configure_model`, a dense optimizer in
     `configure_optimizers`, and a `training_step` that returns one loss per example (or a mean).

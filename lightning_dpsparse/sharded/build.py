@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from lightning_dpsparse.sharded.collections import (
+    plain_collections,
+    sharded_collections,
+    table_configs,
+)
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.ids import IdCheck
-from lightning_dpsparse.sharded.placement import FusedSharder, Placement, describe, make_plan
+from lightning_dpsparse.sharded.placement import Placement, describe, make_plan, make_sharders
 from lightning_dpsparse.sharded.refusals import check_plan, check_tables
-from lightning_dpsparse.sharded.shards import (
-    initialise_shards,
-    load_whole_tables,
-    sharded_collections,
-)
+from lightning_dpsparse.sharded.shards import initialise_shards, load_whole_tables
 
 
 def divide_gradients_by_world_size(enabled: bool) -> None:
@@ -33,14 +33,14 @@ def shard_tables(
     device: torch.device,
     local_world_size: int,
 ) -> str:
-    """Replace every `EmbeddingBagCollection` in `module` by its sharded twin.
+    """Replace every collection of tables in `module` by its sharded twin.
 
     Tables that already hold values (built outside configure_model) keep them. Returns the plan as
     text.
     """
     check_tables(module)
-    sharder = FusedSharder(fused_params=optimizer.fused_params())
-    plan = make_plan(module, placement, sharder, device, local_world_size)
+    sharders = make_sharders(optimizer.fused_params())
+    plan = make_plan(module, placement, sharders, device, local_world_size)
     check_plan(module, plan)
     text = describe(module, plan)
     existing = _existing_tables(module)
@@ -49,22 +49,21 @@ def shard_tables(
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
         plan=plan,
-        sharders=[sharder],
+        sharders=sharders,
         init_data_parallel=False,
         init_parameters=False,
     )
     initialise_shards(module, _common_seed())
     load_whole_tables(module, existing)
     for collection in sharded_collections(module).values():
-        collection.register_forward_pre_hook(IdCheck(collection._embedding_bag_configs))
+        collection.register_forward_pre_hook(IdCheck(table_configs(collection)))
     return text
 
 
 def _existing_tables(module: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}": weight.detach()
-        for path, child in module.named_modules()
-        if isinstance(child, EmbeddingBagCollection)
+        for path, child in plain_collections(module).items()
         for name, weight in child.state_dict().items()
         if weight.device.type != "meta"
     }

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from lightning_dpsparse.sharded.collections import sharded_tables
 from lightning_dpsparse.sharded.fused import (
     combined_fused_optimizer,
     kernel_steps,
@@ -72,7 +73,7 @@ def load(
 def consolidate(path: Path) -> dict[str, Any]:
     """The whole checkpoint in this process's memory, in Lightning's single-file layout.
 
-    `["state_dict"]` then loads into the module with a plain `EmbeddingBagCollection`.
+    `["state_dict"]` then loads into the module with plain collections.
     """
     _check_directory(path)
     state: dict[str, Any] = {}
@@ -103,7 +104,7 @@ def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     state: dict[str, Tensor] = checkpoint["state_dict"]
     load_whole_tables(module, state)
-    tables = {shard for shard in module.state_dict() if ".embedding_bags." in shard}
+    tables = {path for path, _ in sharded_tables(module)}
     dense = {key: value for key, value in state.items() if key not in tables}
     missing = module.load_state_dict(dense, strict=False).missing_keys
     absent = [key for key in missing if key not in tables or key not in state]

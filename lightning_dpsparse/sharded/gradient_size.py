@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_dpsparse.engine.read import Read, short_name
 from lightning_dpsparse.engine.rows import RowGradient
-from lightning_dpsparse.sharded.shards import sharded_collections
+from lightning_dpsparse.sharded.collections import sharded_tables
 
 
 class GradientSize:
@@ -21,11 +21,7 @@ class GradientSize:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        configs = {
-            f"{path}.embedding_bags.{config.name}.weight": config
-            for path, collection in sharded_collections(module).items()
-            for config in collection._embedding_bag_configs
-        }
+        configs = dict(sharded_tables(module))
         self._place = {name: i for i, name in enumerate(configs)}
         self._numbers_in_all = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
         self._device = device

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 # F features, L lookups
@@ -19,7 +19,7 @@ class IdCheck:
     the feature and never an example's value.
     """
 
-    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
+    def __init__(self, tables: list[BaseEmbeddingConfig]) -> None:
         self._num_rows: dict[str, int] = {}
         for table in tables:
             for feature in table.feature_names:

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from lightning_dpsparse.sharded.collections import (
+    plain_collections,
+    sharded_collections,
+    table_configs,
+    weight_of,
+    weight_path,
+)
 from lightning_dpsparse.sharded.debts import pay_all
-from lightning_dpsparse.sharded.seam import ShardedTables
+from lightning_dpsparse.sharded.seam import Seam
 from lightning_dpsparse.sharded.shards import TableShard, local_shards
 
 # B queries of this rank, P after padding, W ranks, Q = W * P queries of all ranks, D row width,
@@ -58,7 +64,8 @@ class ItemTable:
     Guarantees: what is read is fully noised. Rows that owe noise (LazyDP) pay before they are read.
 
     Args:
-        module: Holds the table in an `EmbeddingBagCollection`, or in its sharded twin.
+        module: Holds the table in an `EmbeddingBagCollection` or an `EmbeddingCollection`, or in
+            its sharded twin.
         table: The table's name.
         normalize: Divide every row by its length, so that a score is query . row / |row|.
     """
@@ -73,14 +80,14 @@ class ItemTable:
             )
         path, collection, config = found[table]
         self.num_rows, self._width = config.num_embeddings, config.embedding_dim
-        key = f"{path}.embedding_bags.{table}.weight"
-        self._collection: ShardedTables | None = None
+        key = weight_path(path, collection, table)
+        self._collection: Seam | None = None
         self._world = 1
-        if isinstance(collection, ShardedTables):
+        if isinstance(collection, Seam):
             self._collection, self._world = collection, dist.get_world_size()
             self._shards = [shard for shard in local_shards(module) if shard.key == key]
         else:
-            weight = collection.embedding_bags[table].weight
+            weight = weight_of(collection, table)
             shape = self.num_rows, self._width
             self._shards = [TableShard(key, 0, 0, shape, weight, config.init_fn)]
 
@@ -194,12 +201,11 @@ class ItemTable:
         return found_WP[:, : queries.size]
 
 
-def _tables(module: nn.Module) -> Iterator[tuple[str, Any, EmbeddingBagConfig]]:
+def _tables(module: nn.Module) -> Iterator[tuple[str, Any, BaseEmbeddingConfig]]:
     """(path of the collection, collection, table) for every table, sharded or not."""
-    for path, child in module.named_modules():
-        if isinstance(child, (EmbeddingBagCollection, ShardedTables)):
-            for config in child._embedding_bag_configs:
-                yield path, child, config
+    for path, child in (plain_collections(module) | sharded_collections(module)).items():
+        for config in table_configs(child):
+            yield path, child, config
 
 
 def _add_products(shard: TableShard, first: int, query_QD: Tensor, sums: Tensor) -> None:

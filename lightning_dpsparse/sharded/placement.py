@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -16,10 +17,15 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.sharding_plan import column_wise, table_wise
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_dpsparse.sharded.seam import ShardedTables
+from lightning_dpsparse.sharded.collections import plain_collections, table_configs
+from lightning_dpsparse.sharded.seam import ShardedSequences, ShardedTables
 
 PlacementKind = Literal[
     "auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid"
@@ -38,6 +44,7 @@ SPLITS_ROWS = {
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 }
+_OF_SEQUENCES = ("auto", "table_wise", "row_wise", "column_wise")
 _SPLITS_COLUMNS = {"column_wise", "table_column_wise", "grid"}
 
 # FBGEMM's kernels want rows of a multiple of four floats.
@@ -108,10 +115,50 @@ class FusedSharder(EmbeddingBagCollectionSharder):
         return [EmbeddingComputeKernel.FUSED.value]
 
 
+class FusedSequenceSharder(EmbeddingCollectionSharder):
+    """The same for sequences, which TorchRec cuts in fewer ways."""
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedSequences:
+        return ShardedSequences(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedSequences]:
+        return ShardedSequences
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [_TORCHREC_NAME[kind] for kind in _OF_SEQUENCES[1:]]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+Sharder = FusedSharder | FusedSequenceSharder
+
+
+def make_sharders(fused_params: dict[str, Any]) -> list[Sharder]:
+    """One for each kind of collection."""
+    return [FusedSharder(fused_params), FusedSequenceSharder(fused_params)]
+
+
 def make_plan(
     module: nn.Module,
     placement: Placement,
-    sharder: FusedSharder,
+    sharders: list[Sharder],
     device: torch.device,
     local_world_size: int,
 ) -> ShardingPlan:
@@ -132,13 +179,18 @@ def make_plan(
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.1),
     )
-    plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
+    plan = planner.collective_plan(module, sharders, dist.group.WORLD)
     for tables in plan.plan.values():
         for name in tables:
             pinned = placement.of(name).ranks
             if pinned is not None:
                 tables[name] = _pin(
-                    configs[name], placement.of(name), sharder, device, local_world_size, world_size
+                    configs[name],
+                    placement.of(name),
+                    sharders[not isinstance(configs[name], EmbeddingBagConfig)],
+                    device,
+                    local_world_size,
+                    world_size,
                 )
     return plan
 
@@ -175,21 +227,25 @@ def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _table_configs(module: nn.Module) -> dict[str, EmbeddingBagConfig]:
-    configs: dict[str, EmbeddingBagConfig] = {}
-    for path, child in module.named_modules():
-        if isinstance(child, EmbeddingBagCollection):
-            for config in child.embedding_bag_configs():
-                if config.name in configs:
-                    raise ValueError(
-                        f"Expected every table to have a name of its own, found {config.name!r} "
-                        f"twice (again in {path!r}). Rename one of them."
-                    )
-                configs[config.name] = config
+def _table_configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    configs: dict[str, BaseEmbeddingConfig] = {}
+    for path, collection in plain_collections(module).items():
+        for config in table_configs(collection):
+            if config.name in configs:
+                raise ValueError(
+                    f"Expected every table to have a name of its own, found {config.name!r} "
+                    f"twice (again in {path!r}). Rename one of them."
+                )
+            configs[config.name] = config
     return configs
 
 
-def _check_names(placement: Placement, configs: Mapping[str, EmbeddingBagConfig]) -> None:
+def is_mean(config: BaseEmbeddingConfig) -> bool:
+    """Whether the table averages its bags. Sequences have no pooling."""
+    return getattr(config, "pooling", None) is PoolingType.MEAN
+
+
+def _check_names(placement: Placement, configs: Mapping[str, BaseEmbeddingConfig]) -> None:
     unknown = sorted(set(placement.tables) - set(configs))
     if unknown:
         raise ValueError(
@@ -200,12 +256,18 @@ def _check_names(placement: Placement, configs: Mapping[str, EmbeddingBagConfig]
 
 def _constraint(
     choice: TablePlacement,
-    config: EmbeddingBagConfig,
-    configs: Mapping[str, EmbeddingBagConfig],
+    config: BaseEmbeddingConfig,
+    configs: Mapping[str, BaseEmbeddingConfig],
     world_size: int,
     local_world_size: int,
 ) -> ParameterConstraints:
     """The planner's freedom for one table."""
+    if not isinstance(config, EmbeddingBagConfig) and choice.kind not in _OF_SEQUENCES:
+        raise ValueError(
+            f"Expected table {config.name!r} of an EmbeddingCollection to be placed by one of "
+            f"{list(_OF_SEQUENCES)}, found {choice.kind!r}, which TorchRec has for bags only. Use "
+            "row_wise or column_wise to cut it."
+        )
     if choice.ranks is not None and choice.kind not in ("table_wise", "column_wise"):
         raise ValueError(
             f"Expected ranks with table_wise or column_wise only, found {choice.kind} for table "
@@ -235,7 +297,7 @@ def _constraint(
 
 
 def _auto_kind(
-    config: EmbeddingBagConfig, configs: Mapping[str, EmbeddingBagConfig], world_size: int
+    config: BaseEmbeddingConfig, configs: Mapping[str, BaseEmbeddingConfig], world_size: int
 ) -> str:
     """Whole tables, which the planner spreads; one beyond a rank's fair share is cut by rows.
 
@@ -245,13 +307,13 @@ def _auto_kind(
     """
     size = config.num_embeddings * config.embedding_dim
     total = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
-    no_mean = all(c.pooling is PoolingType.SUM for c in configs.values())
+    no_mean = not any(is_mean(c) for c in configs.values())
     if world_size > 1 and size * world_size > total and no_mean:
         return ShardingType.ROW_WISE.value
     return ShardingType.TABLE_WISE.value
 
 
-def _column_width(config: EmbeddingBagConfig, shards: int | None, most: int) -> int:
+def _column_width(config: BaseEmbeddingConfig, shards: int | None, most: int) -> int:
     """Columns per piece: as asked, or as many pieces up to `most` as the width allows."""
     width = config.embedding_dim
     fits = [n for n in range(1, most + 1) if width % n == 0 and (width // n) % COLUMN_MULTIPLE == 0]
@@ -266,9 +328,9 @@ def _column_width(config: EmbeddingBagConfig, shards: int | None, most: int) -> 
 
 
 def _pin(
-    config: EmbeddingBagConfig,
+    config: BaseEmbeddingConfig,
     choice: TablePlacement,
-    sharder: FusedSharder,
+    sharder: Sharder,
     device: torch.device,
     local_world_size: int,
     world_size: int,

@@ -15,10 +15,11 @@ from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums,
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.run_plan import RunPlan
+from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
 from lightning_dpsparse.sharded.gradient_size import GradientSize
-from lightning_dpsparse.sharded.seam import ShardedTables, all_reads
-from lightning_dpsparse.sharded.shards import sharded_collections, tables_hidden
+from lightning_dpsparse.sharded.seam import Seam, all_reads
+from lightning_dpsparse.sharded.shards import tables_hidden
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class PrivateSteps:
         self._collections = [
             collection
             for collection in sharded_collections(module).values()
-            if isinstance(collection, ShardedTables)
+            if isinstance(collection, Seam)
         ]
         with tables_hidden(module):
             trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}

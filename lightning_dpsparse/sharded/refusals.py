@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding import get_ec_index_dedup
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from lightning_dpsparse.sharded.placement import COLUMN_MULTIPLE, SPLITS_ROWS
-from lightning_dpsparse.sharded.seam import ShardedTables
+from lightning_dpsparse.sharded.collections import (
+    SHARDED,
+    is_pooled,
+    plain_collections,
+    table_configs,
+)
+from lightning_dpsparse.sharded.placement import COLUMN_MULTIPLE, SPLITS_ROWS, is_mean
+from lightning_dpsparse.sharded.seam import Seam
 
 
 def check_tables(module: nn.Module) -> None:
     """Refuse tables that cannot be trained right, before anything is planned."""
-    collections = [
-        (path, child)
-        for path, child in module.named_modules()
-        if isinstance(child, EmbeddingBagCollection)
-    ]
-    for path, child in module.named_modules():
-        if isinstance(child, EmbeddingCollection):
-            raise ValueError(
-                f"Expected pooled tables (EmbeddingBagCollection), found an EmbeddingCollection at "
-                f"{path!r}, which this version does not shard. Pool its features, or use "
-                "nn.Embedding for a small replicated table."
-            )
+    collections = plain_collections(module)
     if not collections:
         raise ValueError(
-            "Expected an EmbeddingBagCollection in the module, found none. Build it in "
-            "configure_model(), or use Lightning's DDPStrategy for a model without tables."
+            "Expected an EmbeddingBagCollection or an EmbeddingCollection in the module, found "
+            "none. Build it in configure_model(), or use Lightning's DDPStrategy for a model "
+            "without tables."
         )
-    for path, collection in collections:
-        for config in collection.embedding_bag_configs():
-            _check_table(config, path, is_weighted=collection.is_weighted())
+    for path, collection in collections.items():
+        if not is_pooled(collection) and get_ec_index_dedup():
+            raise ValueError(
+                f"Expected every lookup of the EmbeddingCollection at {path!r} to be made, found "
+                "TorchRec's index deduplication switched on: a row that several examples read "
+                "would be read once, for all of them. Call set_ec_index_dedup(False)."
+            )
+        is_weighted = is_pooled(collection) and collection.is_weighted()
+        for config in table_configs(collection):
+            _check_table(config, path, is_weighted=is_weighted)
 
 
-def _check_table(config: EmbeddingBagConfig, path: str, *, is_weighted: bool) -> None:
+def _check_table(config: BaseEmbeddingConfig, path: str, *, is_weighted: bool) -> None:
     where = f"table {config.name!r} of {path!r}"
     if config.data_type is not DataType.FP32:
         raise ValueError(
@@ -50,7 +54,7 @@ def _check_table(config: EmbeddingBagConfig, path: str, *, is_weighted: bool) ->
             f"Expected embedding_dim to be a multiple of {COLUMN_MULTIPLE} in {where}, found "
             f"{config.embedding_dim}: FBGEMM's kernels need it. Round it up."
         )
-    if config.pooling is PoolingType.MEAN and is_weighted:
+    if is_mean(config) and is_weighted:
         raise ValueError(
             f"Expected SUM pooling in {where}, found MEAN on a weighted collection: FBGEMM's CPU "
             "backward disagrees with its forward. Divide the weights by the bag length instead."
@@ -65,12 +69,10 @@ def check_wrappers(module: nn.Module) -> None:
                 f"Expected bare layers, found {type(child).__name__} at {path!r}: the strategy "
                 "shards tables and adds up gradients itself. Leave the wrapper out."
             )
-        if isinstance(child, ShardedEmbeddingBagCollection) and not isinstance(
-            child, ShardedTables
-        ):
+        if isinstance(child, SHARDED) and not isinstance(child, Seam):
             raise ValueError(
                 f"Expected tables that the strategy shards, found {path!r} sharded before, with an "
-                "optimizer that may clip or round by itself. Hand over the EmbeddingBagCollection."
+                "optimizer that may clip or round by itself. Hand over the plain collection."
             )
 
 
@@ -79,14 +81,16 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
     modules = dict(module.named_modules())
     for path, tables in plan.plan.items():
         kinds = {name: sharding.sharding_type for name, sharding in tables.items()}
-        for config in modules[path].embedding_bag_configs():
+        if not is_pooled(modules[path]):
+            _check_pieces(path, tables)
+        for config in table_configs(modules[path]):
             kind = kinds[config.name]
             if kind == ShardingType.DATA_PARALLEL.value:
                 raise ValueError(
                     f"Expected table {config.name!r} to be sharded, found data_parallel: its "
                     "copies would drift apart. Use table_wise."
                 )
-            if config.pooling is not PoolingType.MEAN or kind not in SPLITS_ROWS:
+            if not is_mean(config) or kind not in SPLITS_ROWS:
                 continue
             if kind == ShardingType.GRID_SHARD.value:
                 raise ValueError(
@@ -100,3 +104,18 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
                     f"{config.name!r} is, found {others} beside it: TorchRec would divide those "
                     "tables too. Use table_wise for it, or an EmbeddingBagCollection of its own."
                 )
+
+
+def _check_pieces(path: str, tables: Mapping[str, ParameterSharding]) -> None:
+    """TorchRec takes the width of an EmbeddingCollection's first piece for that of all."""
+    widths = {
+        name: shard.shard_sizes[1]
+        for name, sharding in tables.items()
+        if sharding.sharding_type == ShardingType.COLUMN_WISE.value
+        for shard in sharding.sharding_spec.shards
+    }
+    if len(set(widths.values())) > 1:
+        raise ValueError(
+            f"Expected the column_wise tables of the EmbeddingCollection at {path!r} to be cut "
+            f"into pieces of one width, found {widths}. Give them the same number of shards."
+        )

@@ -16,19 +16,20 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import LazyAwaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.sharded.collections import table_configs, weight_path
 from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
 from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
 from lightning_dpsparse.sharded.update import apply_to_rows
 
-# P examples of one rank after padding, W ranks, B = W * P examples of all, E width of a kernel
+# P examples of one rank after padding, W ranks, B = W * P examples of all
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class KernelRead:
     debts: KernelDebts | None
     selected_R: Tensor | None
     """Rows that may be updated, sorted, tables numbered through; None is all."""
-    leaf_BE: Tensor
+    leaf: Tensor
+    """The kernel's output, cut off: pooled (B, E), or a row for every lookup."""
     order_B: Tensor | None
     """Example of each bag column, numbered rank by rank; None if that is their order."""
     steps_before: int
@@ -88,25 +90,35 @@ class KernelRead:
 
     def lookup(self) -> Lookup:
         """The read with its gradient, after the backward pass."""
-        gradient_BE = self.leaf_BE.grad
-        if gradient_BE is None:  # no example's loss depends on these tables
-            gradient_BE = torch.zeros_like(self.leaf_BE)
-        return Lookup(self.bags, gradient_BE)
+        gradient = self.leaf.grad
+        if gradient is None:  # no example's loss depends on these tables
+            gradient = torch.zeros_like(self.leaf)
+        return Lookup(self.bags, gradient)
 
 
-class ShardedTables(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection, with a seam that private training opens.
+class Seam(nn.Module):
+    """What makes of TorchRec's sharded collection one that private training can open.
 
     It also leaves out TorchRec's own initial values: those are drawn from the rank's generator
     (equal halves on equal seeds), by initialisers that get a flat view. `initialise_shards` does it
     instead.
     """
 
+    _lookups: list[Any]
+    _input_dists: list[Any]
+    _env: Any
+    _module_fqn: str
+    _is_weighted = False
+
     def reset_parameters(self) -> None:
         """Nothing: see above."""
 
+    def _first_examples(self, output: Any, size: int) -> Any:
+        """What the collection gave for the first examples: the others are padding."""
+        raise NotImplementedError
+
     def _create_lookups(self) -> None:
-        super()._create_lookups()
+        super()._create_lookups()  # type: ignore[misc]
         self.is_cut = False
         self.is_whole = True
         """Whether the step's only part is being read."""
@@ -144,8 +156,8 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                 kernel.emb_module.current_device,
             )
         if row_for_others is not None:
-            configs = self._embedding_bag_configs
-            names = [f"{self._module_fqn}.embedding_bags.{c.name}.weight" for c in configs]
+            configs = table_configs(self)
+            names = [weight_path(self._module_fqn, self, c.name) for c in configs]
             self._map_ids = OneRowForOthers(configs, [rows[n] for n in names], row_for_others)
 
     def check_whole_rows(self, mechanism: str) -> None:
@@ -184,7 +196,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             for lookup in self._lookups
         ]
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor] | KeyedTensor:
+    def forward(self, features: KeyedJaggedTensor) -> Any:
         """As TorchRec's; cut and in training, every rank's batch is padded to the largest one.
 
         Gloo cannot gather pieces of unequal size in row-wise tables' backward pass. Padding
@@ -199,9 +211,9 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         if size == self.padded_size:
             return self._forward_unwatched(features)
         whole = self._forward_unwatched(_pad(features, self.padded_size)).wait()
-        return KeyedTensor(whole.keys(), whole.length_per_key(), whole.values()[:size])
+        return self._first_examples(whole, size)
 
-    def _forward_unwatched(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+    def _forward_unwatched(self, features: KeyedJaggedTensor) -> Any:
         """Without the capture of dense layers, which has nothing to see here and costs time."""
         with torch._C.DisableTorchFunction():
             return super().forward(features)
@@ -247,7 +259,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
             output = output.detach()
             if debts is not None and self._is_on_credit(debts):
                 debts.read_on_credit(bags, output)
-            leaf_BE = output.requires_grad_()
+            leaf = output.requires_grad_()
             self.reads.append(
                 KernelRead(
                     kernel=kernel,
@@ -255,12 +267,12 @@ class ShardedTables(ShardedEmbeddingBagCollection):
                     bags=bags,
                     debts=debts,
                     selected_R=self._selected.get(kernel),
-                    leaf_BE=leaf_BE,
+                    leaf=leaf,
                     order_B=self._order(index, output.device),
                     steps_before=self._steps_before[index],
                 )
             )
-            return leaf_BE
+            return leaf
 
         return hook
 
@@ -273,7 +285,7 @@ class ShardedTables(ShardedEmbeddingBagCollection):
     def _pieces(self, kernel: Any) -> tuple[TablePiece, ...]:
         return tuple(
             TablePiece(
-                f"{self._module_fqn}.embedding_bags.{table.name}.weight",
+                weight_path(self._module_fqn, self, table.name),
                 _corner(table),
                 table.local_cols == table.embedding_dim,
             )
@@ -294,6 +306,30 @@ class ShardedTables(ShardedEmbeddingBagCollection):
         return (first + torch.arange(self.padded_size, device=device)).flatten()
 
 
+class ShardedTables(Seam, ShardedEmbeddingBagCollection):
+    """Pooled tables, with a seam."""
+
+    def _first_examples(self, output: KeyedTensor, size: int) -> KeyedTensor:
+        return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:size])
+
+
+class ShardedSequences(Seam, ShardedEmbeddingCollection):
+    """Tables whose rows come one by one, with a seam."""
+
+    def _first_examples(
+        self, output: dict[str, JaggedTensor], size: int
+    ) -> dict[str, JaggedTensor]:
+        """Padding has no rows: there are fewer lengths, and the same values."""
+        return {
+            name: JaggedTensor(
+                values=sequences.values(),
+                lengths=sequences.lengths()[:size],
+                weights=sequences.weights_or_none(),
+            )
+            for name, sequences in output.items()
+        }
+
+
 def _corner(table: Any) -> tuple[int, int]:
     if table.local_metadata is None:
         return 0, 0
@@ -310,6 +346,7 @@ def kernel_layout(kernel: Any) -> Layout:
         num_rows=tuple(spec[0] for spec in tbe.embedding_specs),
         is_mean=tbe.pooling_mode == PoolingMode.MEAN,
         is_stacked=tbe.optimizer is EmbOptimType.EXACT_SGD,
+        is_pooled=tbe.pooling_mode != PoolingMode.NONE,
     )
 
 
@@ -335,5 +372,5 @@ def _pad(features: KeyedJaggedTensor, size: int) -> KeyedJaggedTensor:
     )
 
 
-def all_reads(collections: list[ShardedTables]) -> list[KernelRead]:
+def all_reads(collections: list[Seam]) -> list[KernelRead]:
     return list(chain.from_iterable(collection.reads for collection in collections))

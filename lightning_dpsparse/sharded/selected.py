@@ -8,14 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse.engine.lookups import Layout
 from lightning_dpsparse.engine.read import Table
 from lightning_dpsparse.mechanisms.selection import Histogram
+from lightning_dpsparse.sharded.collections import (
+    sharded_collections,
+    sharded_tables,
+    table_configs,
+)
 from lightning_dpsparse.sharded.parts import leaves
-from lightning_dpsparse.sharded.shards import sharded_collections
 
 # B examples, F features, L lookups, R rows of all tables
 
@@ -23,13 +27,8 @@ from lightning_dpsparse.sharded.shards import sharded_collections
 def public_tables(module: nn.Module) -> list[Table]:
     """All sharded tables of a module, whole."""
     return [
-        Table(
-            f"{path}.embedding_bags.{config.name}.weight",
-            config.num_embeddings,
-            tuple(config.feature_names),
-        )
-        for path, collection in sharded_collections(module).items()
-        for config in collection._embedding_bag_configs
+        Table(path, config.num_embeddings, tuple(config.feature_names))
+        for path, config in sharded_tables(module)
     ]
 
 
@@ -54,7 +53,7 @@ def rows_of_kernel(
 def check_one_table_each(module: nn.Module) -> None:
     """An id that two tables read would have to be two: selected in one, and not in the other."""
     for collection in sharded_collections(module).values():
-        features = [f for c in collection._embedding_bag_configs for f in c.feature_names]
+        features = [f for c in table_configs(collection) for f in c.feature_names]
         twice = sorted({feature for feature in features if features.count(feature) > 1})
         if twice:
             raise ValueError(
@@ -67,7 +66,7 @@ class OneRowForOthers:
     """Ids whose rows were not selected are sent to one row of their table."""
 
     def __init__(
-        self, configs: Sequence[EmbeddingBagConfig], rows: Sequence[Tensor], row: int
+        self, configs: Sequence[BaseEmbeddingConfig], rows: Sequence[Tensor], row: int
     ) -> None:
         self._row = row
         self._start: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from lightning_dpsparse.sharded.collections import (
+    PLAIN,
+    sharded_collections,
+    sharded_tables,
+    weight_path,
+)
 
 # Rows are initialised in blocks of this many, each block from a seed of its own, so that a table
 # starts the same however it is cut.
@@ -52,15 +58,6 @@ class TableShard:
         ]
 
 
-def sharded_collections(module: nn.Module) -> dict[str, ShardedEmbeddingBagCollection]:
-    """Every sharded collection in `module`, by its path."""
-    return {
-        path: child
-        for path, child in module.named_modules()
-        if isinstance(child, ShardedEmbeddingBagCollection)
-    }
-
-
 def local_kernels(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path of the collection, FBGEMM kernel) for every kernel on this rank."""
     for path, collection in sharded_collections(module).items():
@@ -71,24 +68,23 @@ def local_kernels(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def local_shards(module: nn.Module) -> Iterator[TableShard]:
     """Every non-empty piece of a table on this rank."""
-    init_fns = {
-        (path, config.name): config.init_fn
-        for path, collection in sharded_collections(module).items()
-        for config in collection._embedding_bag_configs
-    }  # the kernels' own table descriptions have lost them
+    # The kernels' own table descriptions have lost them.
+    init_fns = {key: config.init_fn for key, config in sharded_tables(module)}
+    collections = sharded_collections(module)
     for path, kernel in local_kernels(module):
         tables = kernel.config.embedding_tables
         for table, weight in zip(tables, kernel.split_embedding_weights()):
             place = table.local_metadata
             row, column = place.shard_offsets if place is not None else (0, 0)
+            key = weight_path(path, collections[path], table.name)
             if weight.numel():
                 yield TableShard(
-                    key=f"{path}.embedding_bags.{table.name}.weight",
+                    key=key,
                     row_offset=row,
                     column_offset=column,
                     table_shape=(table.num_embeddings, table.embedding_dim),
                     weight=weight,
-                    init_fn=init_fns[path, table.name],
+                    init_fn=init_fns[key],
                 )
 
 
@@ -119,22 +115,30 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def tables_on_meta() -> Iterator[None]:
-    """Inside, an `EmbeddingBagCollection` takes no memory: its shards are allocated later.
+    """Inside, a table collection takes no memory: its shards are allocated later.
 
     Only collections: a blanket meta device would leave the dense layers without values.
     """
-    original = EmbeddingBagCollection.__init__
-
-    def init_on_meta(
-        self: EmbeddingBagCollection, tables: Any, is_weighted: bool = False, device: Any = None
-    ) -> None:
-        original(self, tables, is_weighted, device or torch.device("meta"))
-
-    EmbeddingBagCollection.__init__ = init_on_meta
+    originals = [kind.__init__ for kind in PLAIN]
     try:
+        for kind in PLAIN:
+            kind.__init__ = _on_meta(kind.__init__)
         yield
     finally:
-        EmbeddingBagCollection.__init__ = original
+        for kind, original in zip(PLAIN, originals):
+            kind.__init__ = original
+
+
+def _on_meta(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    def init_on_meta(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("device") is None:
+            given.arguments["device"] = torch.device("meta")
+        original(*given.args, **given.kwargs)
+
+    return init_on_meta
 
 
 @torch.no_grad()

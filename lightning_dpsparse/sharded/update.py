@@ -46,23 +46,25 @@ def apply_to_rows(
     first = gradients[0]
     num_features = len(layout.table_of_feature)
     lengths_FK = first.rows_U.new_zeros(num_features, most)
-    gradient_KE = first.values_UD.new_zeros(most, layout.columns[-1].stop)
-    rows: list[Tensor] = []
-    for table, gradient in enumerate(gradients):
-        feature = layout.features_of_table[table][0]  # features that share the table have none
-        count = gradient.rows_U.numel()
-        lengths_FK[feature, :count] = 1
-        gradient_KE[:count, layout.columns[feature]] = gradient.values_UD
-    for feature, table in enumerate(layout.table_of_feature):
-        if layout.features_of_table[table][0] == feature:
-            rows.append(gradients[table].rows_U)
+    # Features that share a table leave all to its first one.
+    firsts = sorted(features[0] for features in layout.features_of_table)
+    in_order = [gradients[layout.table_of_feature[feature]] for feature in firsts]
+    for feature, gradient in zip(firsts, in_order):
+        lengths_FK[feature, : gradient.rows_U.numel()] = 1
+    if layout.is_pooled:
+        gradient_out = first.values_UD.new_zeros(most, layout.columns[-1].stop)
+        for feature, gradient in zip(firsts, in_order):
+            rows_here = slice(gradient.rows_U.numel())
+            gradient_out[rows_here, layout.columns[feature]] = gradient.values_UD
+    else:  # every lookup has a row of its own
+        gradient_out = torch.cat([gradient.values_UD for gradient in in_order])
     offsets = torch.nn.functional.pad(lengths_FK.flatten().cumsum(0), (1, 0))
     # Every forward pass counts a step, the training step's own too. Adam must see one.
     tbe.iter_cpu.fill_(steps_before)
     tbe.iter.fill_(steps_before)
     with torch.enable_grad():
-        output = tbe(torch.cat(rows), offsets)
-    output.backward(gradient_KE)
+        output = tbe(torch.cat([gradient.rows_U for gradient in in_order]), offsets)
+    output.backward(gradient_out)
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ from tests.selecting import Example, bags_of, rows_read
 SHARED = Layout((0, 1, 0), (2, 3), (5, 4))
 ALONE = Layout((0, 1, 2), (2, 3, 2), (5, 4, 6))
 MEAN = Layout((0, 1, 0), (2, 3), (5, 4), is_mean=True)
+SEQUENCES = Layout((0, 1, 0), (3, 3), (5, 4), is_pooled=False)
+ALONE_SEQUENCES = Layout((0, 1, 2), (3, 3, 3), (5, 4, 6), is_pooled=False)
 
 BAGS: dict[str, list[Example]] = {
     "one-hot": [[[1], [3], [1]], [[4], [3], [0]], [[1], [0], [4]], [[1], [3], [1]]],
@@ -108,12 +110,12 @@ def naive_norms(
     lookup: Lookup, examples: Sequence[Example], weights: Any, leaders: list[int] | None
 ) -> dict[tuple[int, int], float]:
     """|| sum over a unit's lookups of a row of weight * share * G || for every row and unit."""
-    layout, sums = lookup.layout, dict[tuple[int, int], Tensor]()
-    for b, example in enumerate(examples):
-        for f, ids in enumerate(example):
-            table = layout.table_of_feature[f]
+    layout, sums, lookups = lookup.layout, dict[tuple[int, int], Tensor](), iter(lookup.gradient)
+    for f, table in enumerate(layout.table_of_feature):
+        for b, example in enumerate(examples):
+            ids = example[f]
             for i in ids:
-                value = lookup.gradient_BE[b, layout.columns[f]]
+                value = lookup.gradient[b, layout.columns[f]] if layout.is_pooled else next(lookups)
                 if weights is not None:
                     value = value * weights(torch.tensor(i))
                 if layout.is_mean:
@@ -128,17 +130,26 @@ def weigh(ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("leaders", LEADERS, ids=str)
-@pytest.mark.parametrize("weights", [None, weigh], ids=["plain", "weighted"])
 @pytest.mark.parametrize("name", BAGS)
-@pytest.mark.parametrize("layout", [SHARED, ALONE, MEAN], ids=["shared", "alone", "mean"])
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    [
+        *((layout, weights) for layout in (SHARED, ALONE, MEAN) for weights in (None, weigh)),
+        (SEQUENCES, None),
+        (ALONE_SEQUENCES, None),
+    ],
+)
 def test_lookups_of_a_row_add_up_before_their_norm(
     layout: Layout, name: str, weights: Any, leaders: list[int] | None
 ) -> None:
     examples = BAGS[name]
     generator = torch.Generator().manual_seed(1)
-    width = layout.columns[-1].stop
-    gradient = torch.randn(len(examples), width, generator=generator, dtype=torch.float64)
-    lookup = Lookup(bags_of(layout, examples, weights), gradient)
+    bags = bags_of(layout, examples, weights)
+    shape = (len(examples), layout.columns[-1].stop)
+    if not layout.is_pooled:
+        shape = (bags.ids_L.numel(), layout.widths[0])
+    gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+    lookup = Lookup(bags, gradient)
     leader_B = None if leaders is None else torch.tensor(leaders, dtype=torch.int64)
     found = pair_norms(lookup, leader_B)
     rows = lookup.bags.runs.row_U[found.position_P].tolist()

@@ -16,6 +16,7 @@ from torchrec.modules.crossnet import (
 )
 
 from lightning_dpsparse.engine.ghost import DenseCapture
+from lightning_dpsparse.engine.uses import outer_square_norm
 
 B = 5
 
@@ -250,3 +251,15 @@ def test_the_empty_batch_has_empty_norms_and_zero_sums() -> None:
     for name, parameter in model.named_parameters():
         zero = clipped_sum(capture, name, torch.zeros(0, dtype=torch.float64))
         assert torch.equal(zero, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("width", [2, 40])
+def test_positions_that_cancel_are_not_taken_for_nothing(width: int) -> None:
+    """As a difference of products, 1e4^2 - 1e4^2 hides a gradient of norm one in float32."""
+    a = torch.full((1, 2, width), 1e4)
+    g = torch.ones(1, 2, width)
+    a[0, 1, 0] += 1.0
+    g[0, 1] = -1.0
+    exact = torch.einsum("bto,bti->boi", g.double(), a.double()).square().sum()
+    assert exact == width
+    assert outer_square_norm(a, g).double() >= exact

@@ -13,13 +13,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_dpsparse import LazyDP, Placement, TablePlacement
 from lightning_dpsparse.sharded import items
+from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.items import ItemTable
-from lightning_dpsparse.sharded.shards import (
-    TableShard,
-    load_whole_tables,
-    local_shards,
-    sharded_collections,
-)
+from lightning_dpsparse.sharded.shards import TableShard, load_whole_tables, local_shards
 from tests.plugin.test_training import SGD
 from tests.private import Batches, plan
 from tests.ranks import Ranks
