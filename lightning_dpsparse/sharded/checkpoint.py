@@ -59,7 +59,7 @@ def load(
     _check_model(stored, model_state, strict=strict)
     wanted = {key: value for key, value in model_state.items() if f"model.{key}" in stored}
     dcp.load({"model": wanted}, checkpoint_id=path)
-    module.load_state_dict(wanted, strict=strict)
+    _load_into(module, wanted, strict=strict)
     meta: dict[str, Any] = torch.load(
         path / META_FILE, map_location="cpu", weights_only=bool(weights_only)
     )
@@ -104,13 +104,24 @@ def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     state: dict[str, Tensor] = checkpoint["state_dict"]
     load_whole_tables(module, state)
-    tables = {path for path, _ in sharded_tables(module)}
+    tables = [path for path, _ in sharded_tables(module)]
     dense = {key: value for key, value in state.items() if key not in tables}
-    missing = module.load_state_dict(dense, strict=False).missing_keys
-    absent = [key for key in missing if key not in tables or key not in state]
+    absent = [key for key in tables if key not in state]
+    absent += _load_into(module, dense, strict=False)
     if absent and strict:
         raise ValueError(f"Expected {str(path)!r} to hold {absent}, found none of that.")
     return checkpoint
+
+
+def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> list[str]:
+    """Load what there is, and name what is missing.
+
+    Tables that are missing stay as they are: a sharded EmbeddingCollection fails without its own.
+    """
+    mine = module.state_dict()
+    tables = {path: mine[path] for path, _ in sharded_tables(module)}
+    missing: list[str] = module.load_state_dict(tables | state, strict=strict).missing_keys
+    return missing
 
 
 def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict: bool) -> None:

@@ -50,7 +50,7 @@ def fit(
 ) -> dict[str, Any]:
     """Train up to `steps`, over epochs of five batches; runs inside a rank."""
     torch.manual_seed(0 if resume is None else 99)  # a resumed run owes nothing to its own seed
-    module = Snapping(schedule="cosine")
+    module = Snapping(schedule="cosine", sequences=kwargs.pop("sequences", ()))
     if save is not None:
         each = (
             {"every_n_epochs": 1}
@@ -158,8 +158,10 @@ def test_model_checkpoint_keeps_its_best_directory_and_removes_the_others(
     assert (names["fused_optimizer"] == {}) == weights_only
 
 
-def predict(world_size: int, checkpoint: Path | None) -> list[Tensor]:
-    module = SmallModule()
+def predict(
+    world_size: int, checkpoint: Path | None, sequences: tuple[str, ...] = ()
+) -> list[Tensor]:
+    module = SmallModule(sequences=sequences)
     trainer = make_trainer(world_size, ROWS, ROWWISE)
     return trainer.predict(module, loader(SIZE, BATCH, world_size), ckpt_path=checkpoint)
 

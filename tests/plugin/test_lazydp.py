@@ -69,10 +69,12 @@ def train(
     hosts: int = 1,
     looks_twice: bool = False,
     export_at: tuple[int, ...] = (),
+    sequences: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Runs inside a rank: replayed noise, a cosine schedule, validation every 20 steps."""
     torch.manual_seed(0)
-    module, states = Curious(schedule="cosine", looks_twice=looks_twice), States(list(export_at))
+    module = Curious(schedule="cosine", looks_twice=looks_twice, sequences=sequences)
+    states = States(list(export_at))
     rank = torch.distributed.get_rank() if world_size > 1 else None
     trainer = make_trainer(
         world_size,

@@ -26,8 +26,8 @@ EAGER, LAZY = DPSGD(chunk_rows=16), LazyDP(aggregate=False, chunk_rows=16)
 class Breaking(Recording):
     """Fails in one step."""
 
-    def __init__(self, fail_at: int | None = None) -> None:
-        super().__init__(lr=0.05, schedule="cosine")
+    def __init__(self, fail_at: int | None = None, **kwargs: Any) -> None:
+        super().__init__(lr=0.05, schedule="cosine", **kwargs)
         self.fail_at = fail_at
 
     def on_train_start(self) -> None:

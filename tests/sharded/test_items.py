@@ -8,21 +8,30 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_dpsparse import LazyDP, Placement, TablePlacement
 from lightning_dpsparse.sharded import items
-from lightning_dpsparse.sharded.collections import sharded_collections
+from lightning_dpsparse.sharded.collections import sharded_collections, weight_of
 from lightning_dpsparse.sharded.items import ItemTable
 from lightning_dpsparse.sharded.shards import TableShard, load_whole_tables, local_shards
 from tests.plugin.test_training import SGD
 from tests.private import Batches, plan
 from tests.ranks import Ranks
-from tests.small import Recording, assemble, loader, make_trainer, snapshot
+from tests.small import (
+    SEQUENCES,
+    Recording,
+    assemble,
+    loader,
+    make_trainer,
+    paths,
+    snapshot,
+    width_of,
+)
 
 ROWS, WIDTH, K = 37, 8, 9
-KEY = "ebc.embedding_bags.item.weight"
+KEY, SEQUENCE_KEY = "ebc.embedding_bags.item.weight", "ebc.embeddings.item.weight"
 
 PLACEMENTS = {
     "table_wise": Placement(default="table_wise"),
@@ -51,12 +60,26 @@ class Tables(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
 
-def sharded(world_size: int, placement: Placement, table: Tensor) -> Tables:
+class Sequences(Tables):
+    def configure_model(self) -> None:
+        self.ebc = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=name, num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=[name]
+                )
+                for name in ("item", "other")
+            ]
+        )
+
+
+def sharded(
+    world_size: int, placement: Placement, table: Tensor, make: type[Tables] = Tables
+) -> Tables:
     """Runs inside a rank."""
-    module = Tables()
+    module = make()
     trainer = make_trainer(world_size, placement)
     trainer.validate(module, loader(world_size, world_size, world_size), verbose=False)
-    load_whole_tables(module, {KEY: table})
+    load_whole_tables(module, {KEY: table, SEQUENCE_KEY: table})
     return module
 
 
@@ -67,9 +90,10 @@ def ask(
     queries: list[Tensor],
     *,
     normalize: bool = False,
+    make: type[Tables] = Tables,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs inside a rank: scores, rows and log sums of its own queries, by blocks of few rows."""
-    module = sharded(world_size, placement, table)
+    module = sharded(world_size, placement, table, make)
     searched = ItemTable(module, "item", normalize=normalize)
     query_BD, most = queries[torch.distributed.get_rank()], items._MOST_NUMBERS
     try:
@@ -141,6 +165,13 @@ def test_one_rank_answers_as_the_whole_table(one_rank: Ranks, size: int, draw: A
         assert_naive(one_rank.run(ask, 1, placement, table, queries), table, queries)
 
 
+@pytest.mark.parametrize("name", ["on_rank_1", "row_wise", "column_wise"])
+def test_a_table_of_sequences_answers_as_the_whole_one(two_ranks: Ranks, name: str) -> None:
+    table, queries = with_ties(ROWS, WIDTH, seed=0), make_queries(with_ties, SIZES["uneven"])
+    results = two_ranks.run(ask, 2, PLACEMENTS[name], table, queries, make=Sequences)
+    assert_naive(results, table, queries)
+
+
 def piece(table: Tensor, row: int, column: int) -> Tensor:
     """Twenty rows or the rest, four columns."""
     return table[row : row + 20, column : column + 4]
@@ -172,12 +203,13 @@ def test_rows_are_scaled_to_length_one_where_asked(two_ranks: Ranks, name: str) 
 
 
 @DRAWS
-def test_a_plain_collection_answers_without_a_process_group(draw: Any) -> None:
+@pytest.mark.parametrize("make", [Tables, Sequences])
+def test_a_plain_collection_answers_without_a_process_group(draw: Any, make: type[Tables]) -> None:
     table, query_BD = draw(ROWS, WIDTH, seed=0), draw(5, WIDTH, seed=1)
-    module = Tables()
+    module = make()
     module.configure_model()
     with torch.no_grad():
-        module.ebc.embedding_bags["item"].weight.copy_(table)
+        weight_of(module.ebc, "item").copy_(table)
     searched = ItemTable(module, "item")
     result = *searched.top_k(query_BD, K), searched.log_sum_exp(query_BD, 0.5)
     assert_naive([result], table, [query_BD])
@@ -253,14 +285,17 @@ class Curious(Callback):
         self.moved = [not torch.equal(s.weight, b) for s, b in zip(mine, self.before)]
 
 
-def owe_and_ask(world_size: int, placement: Placement) -> dict[str, Any]:
+def owe_and_ask(
+    world_size: int, placement: Placement, sequences: tuple[str, ...] = ()
+) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = [[2, 1], [0, 0], [1, 0], [0, 2]]
     rank = torch.distributed.get_rank()
-    curious = Curious(without_ties(2 + rank, 16, seed=rank), len(sizes))
+    width = width_of("t1", sequences)
+    curious = Curious(without_ties(2 + rank, width, seed=rank), len(sizes))
     noisy = plan(noise=2.0, mechanism=LazyDP(chunk_rows=16))
     trainer = make_trainer(world_size, placement, SGD, privacy=noisy, callbacks=[curious])
-    module = Recording()
+    module = Recording(sequences=sequences)
     trainer.fit(module, Batches(sizes, rank if world_size > 1 else None))
     return {
         "query": curious.query_BD,
@@ -270,10 +305,15 @@ def owe_and_ask(world_size: int, placement: Placement) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
-def test_rows_have_paid_their_noise_before_they_are_searched(two_ranks: Ranks, kind: Any) -> None:
-    results = two_ranks.run(owe_and_ask, 2, Placement(tables={"t1": kind}))
-    table = assemble([result["end"] for result in results])["ebc.embedding_bags.t1.weight"]
+@pytest.mark.parametrize(
+    ("kind", "sequences"),
+    [("table_wise", ()), ("row_wise", ()), ("column_wise", ()), ("row_wise", SEQUENCES)],
+)
+def test_rows_have_paid_their_noise_before_they_are_searched(
+    two_ranks: Ranks, kind: Any, sequences: tuple[str, ...]
+) -> None:
+    results = two_ranks.run(owe_and_ask, 2, Placement(tables={"t1": kind}), sequences)
+    table = assemble([result["end"] for result in results])[paths(sequences)["t1"]]
     assert any(moved for result in results for moved in result["moved"])  # something was owed
     queries = [result["query"] for result in results]
     assert_naive([result["found"] for result in results], table, queries)

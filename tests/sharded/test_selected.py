@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import DPSGD, FEST, NoisyHistogram, PrivacyPlan, Selection
@@ -26,8 +26,20 @@ from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
 from lightning_dpsparse.sharded.selected import IdCounter, OneRowForOthers, rows_of_kernel
 from tests.private_runs import Marked, Watching, marked_loader, strict_collate
 from tests.ranks import Ranks
+from tests.small import (
+    SEQUENCE_WIDTH,
+    Bags,
+    Head,
+    assemble,
+    fold,
+    make_trainer,
+    paths,
+    sequence_tables,
+    snapshot,
+    tables,
+    width_of,
+)
 from tests.small import TABLES as SMALL
-from tests.small import Bags, Head, assemble, make_trainer, snapshot, tables
 
 # Two features share table a, one feature is read by two tables: pairs ax, ay, by, cz.
 TABLES = [Table("a", 6, ("x", "y")), Table("b", 6, ("y",)), Table("c", 3, ("z",))]
@@ -292,6 +304,16 @@ class Apart(Watching):
         self.tested.append(self(batch))
 
 
+class ApartSequences(Apart):
+    """The same tables, read as sequences."""
+
+    def configure_model(self) -> None:
+        if self.ec is None:
+            self.ec = EmbeddingCollection(tables=sequence_tables(self.names))
+            self.head = Head(4 * SEQUENCE_WIDTH)
+            self.tested = []
+
+
 class Sharing(Apart):
     names = ("t0", "t1", "t2", "t3")
 
@@ -340,11 +362,15 @@ def test_a_feature_of_two_tables_cannot_read_one_row_for_others(
         one_rank.run(read_again, tmp_path, Sharing)
 
 
-def test_other_ids_read_one_row_after_training_too(one_rank: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Apart, ApartSequences])
+def test_other_ids_read_one_row_after_training_too(
+    one_rank: Ranks, tmp_path: Path, make: type[Apart]
+) -> None:
     """In validation and prediction, and from a checkpoint in a new process: a loop over ids."""
-    result = one_rank.run(read_again, tmp_path, Apart)[0]
+    result = one_rank.run(read_again, tmp_path, make)[0]
+    sequences = Apart.names if make is ApartSequences else ()
     mine = [t for t in SMALL if t[0] in Apart.names]
-    head = Head(sum(width * len(features) for _, _, width, features in mine))
+    head = Head(sum(width_of(name, sequences) * len(features) for name, _, _, features in mine))
     head.load_state_dict(
         {k.removeprefix("head."): v for k, v in result["state"].items() if k.startswith("head.")}
     )
@@ -352,13 +378,18 @@ def test_other_ids_read_one_row_after_training_too(one_rank: Ranks, tmp_path: Pa
     for counts, by_feature, _ in Bags(30, seed=1).examples:
         embedded = {}
         for name, _, width, features in mine:
-            path = f"ebc.embedding_bags.{name}.weight"
+            path = paths(sequences)[name]
             selected = set(result["rows"][path].tolist())
             assert 2 in selected
             for f in features:
                 ids = [i if i in selected else 2 for i in by_feature[f].tolist()]
                 unmapped += by_feature[f].tolist() == ids
-                embedded[f] = torch.zeros(1, width) + result["state"][path][ids].sum(0)
+                rows = result["state"][path][ids]
+                embedded[f] = (
+                    fold(rows, torch.tensor([len(ids)]))
+                    if sequences
+                    else torch.zeros(1, width) + rows.sum(0)
+                )
         expected.append(head(embedded, counts[None]))
     assert unmapped < 60  # of 120 or 150 bags: the map matters here
     torch.testing.assert_close(result["after"], torch.cat(expected), rtol=1e-4, atol=1e-5)

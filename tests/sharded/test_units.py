@@ -32,8 +32,8 @@ GROUPS = GroupClipping({"*.t[01].weight": 3.0, "*": 4.0})
 class Users(Recording):
     """Says before every step whose its examples are. In step `poisoned` the last one overflows."""
 
-    def __init__(self, units: list[list[int]], poisoned: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, units: list[list[int]], poisoned: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.units, self.poisoned = units, poisoned
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -58,12 +58,13 @@ def train(
     hosts: int = 1,
     poisoned: int | None = None,
     most: int | None = None,
+    sequences: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Private training on every rank; runs inside a rank. A lone rank gets all users."""
     torch.manual_seed(0)
     rank = torch.distributed.get_rank() if world_size > 1 else None
     mine = [list(chain.from_iterable(step)) if rank is None else step[rank] for step in units]
-    module = Users(mine, poisoned)
+    module = Users(mine, poisoned, sequences=sequences)
     trainer = make_trainer(
         world_size, placement, SGD, hosts=hosts, privacy=privacy, max_physical_batch=most
     )
