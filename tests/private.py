@@ -15,11 +15,11 @@ from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import RowNoise
 from tests.plugin.test_training import update
 from tests.ranks import Ranks
+from tests.reference import Reference
 from tests.small import (
     TABLES,
     Bags,
     Recording,
-    Reference,
     assemble,
     collate,
     collate_weighted,

@@ -25,6 +25,7 @@ from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
 from tests import small
 from tests.plugin.test_training import update
 from tests.private import EXPECTED
+from tests.reference import Reference
 
 CPU = torch.device("cpu")
 
@@ -170,7 +171,7 @@ def naive_selecting(
 
     Noise, if the plan has any, is that of row-keyed draws.
     """
-    model = small.Reference(start, mean=mean).double()
+    model = Reference(start, mean=mean).double()
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
     state = {name: torch.zeros_like(bag.weight) for name, bag in model.bags.items()}
     everything = {name: torch.ones(rows, dtype=torch.bool) for name, rows, _, _ in small.TABLES}
@@ -225,7 +226,7 @@ def _tell(result: Expected, keep: dict[str, Tensor], read: set[tuple[str, int]])
         result.only_kept += len(kept - rows)
 
 
-def _summed(model: small.Reference, group: list[Any], weighted: bool) -> list[Tensor]:
+def _summed(model: Reference, group: list[Any], weighted: bool) -> list[Tensor]:
     """The gradients of a unit's examples, added up."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for example in group:
@@ -237,7 +238,7 @@ def _summed(model: small.Reference, group: list[Any], weighted: bool) -> list[Te
     return total
 
 
-def _masks(model: small.Reference, keep: dict[str, Tensor]) -> list[Any]:
+def _masks(model: Reference, keep: dict[str, Tensor]) -> list[Any]:
     """For every parameter, what its gradient is multiplied by."""
     masks: list[Any] = []
     for name, _ in model.named_parameters():
@@ -246,9 +247,7 @@ def _masks(model: small.Reference, keep: dict[str, Tensor]) -> list[Any]:
     return masks
 
 
-def _add_noise(
-    model: small.Reference, keep: dict[str, Tensor], plan: PrivacyPlan, step: int
-) -> None:
+def _add_noise(model: Reference, keep: dict[str, Tensor], plan: PrivacyPlan, step: int) -> None:
     source, sigma = RowNoise(plan.make_key()), plan.noise_multiplier
     assert sigma is not None
     if isinstance(plan.mechanism, AdaFEST):

@@ -15,7 +15,8 @@ from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
 from tests.private import ADAGRAD, EXPECTED, SIZES, plan, run
 from tests.private_runs import fit, ledger_of
 from tests.ranks import Ranks
-from tests.small import Bags, Reference, collate
+from tests.reference import Reference
+from tests.small import Bags, collate
 
 K, DELTA, CLIP = 9, 0.05, 0.1
 CHOICE = ExponentialSelection(num_rows=K, score_clip=DELTA)

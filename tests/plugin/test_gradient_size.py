@@ -14,15 +14,30 @@ from lightning_dpsparse.plugin.callbacks import private_run
 from tests.plugin.test_training import PLACEMENTS, SGD
 from tests.private import Batches, plan
 from tests.ranks import Ranks
-from tests.small import TABLES, Recording, assemble, make_trainer, snapshot
+from tests.small import (
+    SEQUENCES,
+    TABLES,
+    Recording,
+    assemble,
+    make_trainer,
+    paths,
+    snapshot,
+    width_of,
+)
 
 SIZES = [[4, 4]]  # one step: what moved is what was updated
-NUMBERS = sum(rows * width for _, rows, width, _ in TABLES)
 
 
-def train(world_size: int, folder: Path, placement: Placement, mechanism: Any) -> dict[str, Any]:
+def train(
+    world_size: int,
+    folder: Path,
+    placement: Placement,
+    mechanism: Any,
+    sequences: tuple[str, ...] = (),
+) -> dict[str, Any]:
     torch.manual_seed(0)
-    module, rank = Recording(), torch.distributed.get_rank() if world_size > 1 else None
+    module = Recording(sequences=sequences)
+    rank = torch.distributed.get_rank() if world_size > 1 else None
     logger = CSVLogger(str(folder), name="", version="")
     trainer = make_trainer(
         world_size,
@@ -43,26 +58,35 @@ def train(world_size: int, folder: Path, placement: Placement, mechanism: Any) -
     }
 
 
-@pytest.mark.parametrize("name", ["alone", "row_wise", "column_wise", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [
+        *((name, ()) for name in ("alone", "row_wise", "column_wise", "mixed")),
+        ("column_wise", SEQUENCES),
+    ],
+)
 def test_rows_updated_are_the_rows_that_moved(
-    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, name: str
+    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, name: str, sequences: tuple[str, ...]
 ) -> None:
     ranks, placement = (one_rank, Placement()) if name == "alone" else (two_ranks, PLACEMENTS[name])
-    results = ranks.run(train, ranks.world_size, tmp_path, placement, AdaFEST(threshold=0.5))
+    results = ranks.run(
+        train, ranks.world_size, tmp_path, placement, AdaFEST(threshold=0.5), sequences
+    )
     start, end = (assemble([result[key] for result in results]) for key in ("start", "end"))
     moved = {}
     for table, *_ in TABLES:
-        key = f"ebc.embedding_bags.{table}.weight"
+        key = paths(sequences)[table]
         moved[table] = int((start[key] != end[key]).any(1).sum())
-    numbers = sum(moved[table] * width for table, _, width, _ in TABLES)
-    assert 0 < numbers < NUMBERS
+    numbers = sum(moved[table] * width_of(table, sequences) for table, *_ in TABLES)
+    in_all = sum(rows * width_of(table, sequences) for table, rows, *_ in TABLES)
+    assert 0 < numbers < in_all
     header, *lines = results[0]["written"].splitlines()
     columns = header.split(",")
     for table, count in moved.items():
         at = columns.index(f"rows_updated/{table}")
         assert [float(cell) for line in lines if (cell := line.split(",")[at])] == [count]
     assert results[0]["shown"]["rows_updated"] == sum(moved.values())
-    assert results[0]["shown"]["gradient_reduction"] == pytest.approx(NUMBERS / numbers)
+    assert results[0]["shown"]["gradient_reduction"] == pytest.approx(in_all / numbers)
     assert not any("rows_updated" in taint for taint in results[0]["taints"])
 
 

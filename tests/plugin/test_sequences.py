@@ -110,11 +110,16 @@ def test_two_ranks_are_the_naive_step(
             assert_close(end, unclipped, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["table_wise", "row_wise"])
-def test_bags_and_sequences_of_one_model_are_clipped_as_one(two_ranks: Ranks, name: str) -> None:
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], ADAGRAD, plan(), sequences=BOTH)
+@pytest.mark.parametrize(("name", "weighted"), [("table_wise", False), ("row_wise", True)])
+def test_bags_and_sequences_of_one_model_are_clipped_as_one(
+    two_ranks: Ranks, name: str, weighted: bool
+) -> None:
+    """Weights are for the bags: sequences come as they are."""
+    settings: dict[str, Any] = {"sequences": BOTH, "weighted": weighted}
+    sizes = SIZES["uneven"]
+    start, end = run(two_ranks, sizes, PLACEMENTS[name], ADAGRAD, plan(), **settings)
     assert {key.split(".")[0] for key in start} == {"ebc", "ec", "head"}
-    assert_close(end, naive(start, SIZES["uneven"], ADAGRAD, 0.5), 1e-5)
+    assert_close(end, naive(start, sizes, ADAGRAD, 0.5, weighted=weighted), 1e-5)
 
 
 def test_a_batch_cut_into_parts_is_the_naive_step(two_ranks: Ranks) -> None:

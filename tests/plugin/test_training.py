@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_dpsparse import FusedOptimizer, Placement, TablePlacement
 from tests.ranks import Ranks
-from tests.small import Reference, assemble, first_epoch, run_training
+from tests.reference import Reference, first_epoch
+from tests.small import assemble, run_training
 
 STEPS, BATCH = 4, 8
 SGD = FusedOptimizer(kind="sgd", learning_rate=0.3)

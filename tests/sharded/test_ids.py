@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_dpsparse import Placement
 from lightning_dpsparse.sharded.ids import IdCheck
 from tests.ranks import Ranks
-from tests.small import Bags, SmallModule, collate, make_trainer
+from tests.small import SEQUENCES, Bags, SmallModule, collate, make_trainer
 
 TABLES = [
     EmbeddingBagConfig(name="a", num_embeddings=10, embedding_dim=4, feature_names=["x", "y"]),
@@ -77,10 +77,10 @@ class Spoiled(Bags):
         return counts, bags | {"f2": torch.tensor([30])}, label
 
 
-def fit_on_spoiled_ids(world_size: int, stage: str) -> None:
+def fit_on_spoiled_ids(world_size: int, stage: str, sequences: tuple[str, ...] = ()) -> None:
     examples: DataLoader[Batch] = DataLoader(Spoiled(8), batch_size=4, collate_fn=collate)
     trainer = make_trainer(world_size, Placement(default="row_wise"))
-    getattr(trainer, stage)(SmallModule(), examples)
+    getattr(trainer, stage)(SmallModule(sequences=sequences), examples)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
@@ -91,3 +91,8 @@ def test_out_of_range_ids_stop_every_stage(
     ranks = {1: one_rank, 2: two_ranks}[world_size]
     with pytest.raises(ValueError, match=r"out of range for 'f2' \(0 to 29\)"):
         ranks.run(fit_on_spoiled_ids, world_size, stage)
+
+
+def test_out_of_range_ids_of_sequences_stop_too(two_ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"out of range for 'f2' \(0 to 29\)"):
+        two_ranks.run(fit_on_spoiled_ids, 2, "fit", SEQUENCES)

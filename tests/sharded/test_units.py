@@ -16,7 +16,8 @@ from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
 from tests.private import EXPECTED, Batches, automatic, flat, grouped, naive, plan, run
 from tests.ranks import Ranks
-from tests.small import Bags, Recording, Reference, assemble, collate, make_trainer, snapshot
+from tests.reference import Reference
+from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
 
 Units = list[list[list[int]]]
 """Examples of each user, by step and rank."""
