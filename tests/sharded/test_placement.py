@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_dpsparse import Placement, TablePlacement
-from lightning_dpsparse.sharded.placement import FusedSharder, describe, make_plan
+from lightning_dpsparse.sharded.placement import describe, make_plan, make_sharders
 from tests.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ def plan(
             for n, rows in sizes.items()
         ],
     )
-    found = make_plan(module, placement, FusedSharder(), torch.device("cpu"), ranks_per_host)
+    found = make_plan(module, placement, make_sharders({}), torch.device("cpu"), ranks_per_host)
     tables = {
         name: (
             sharding.sharding_type,
