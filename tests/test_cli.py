@@ -151,6 +151,8 @@ def test_all_recipes_of_the_readme_exist() -> None:
         "pctr_exponential.yaml",
         "pctr_streaming.yaml",
         "pctr_streaming_criteo.yaml",
+        "sasrec_movielens_adafest.yaml",
+        "sasrec_synthetic_adafest.yaml",
     }
 
 

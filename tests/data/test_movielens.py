@@ -215,6 +215,18 @@ def test_every_watch_but_the_first_is_an_example(context_length: int) -> None:
     assert drawn(data, epoch=3) == drawn(data, epoch=0)
 
 
+@pytest.mark.parametrize("examples_per_user", [None, 4])
+def test_a_context_is_in_order_of_time(examples_per_user: int | None) -> None:
+    """For models of sequences. Rows count upwards with time here, and the file is in any order."""
+    times_N = np.random.default_rng(0).permutation(40)
+    ratings = Ratings(np.zeros_like(times_N), times_N, times_N, 40)
+    data = MovieLensWindows(Timelines.of(ratings), 20, examples_per_user)
+    features = MovieLensData.collate(data.__getitems__(range(len(data)))).sparse_features
+    contexts = features["context"].to_dense()
+    for context, label in zip(contexts, features["label"].values().tolist(), strict=True):
+        assert context.tolist() == list(range(max(0, label - 20), label))
+
+
 @pytest.mark.parametrize("size", [0, 2])
 @pytest.mark.parametrize("examples_per_user", [None, 2])
 def test_a_batch_has_two_features_and_no_counts(size: int, examples_per_user: int | None) -> None:
