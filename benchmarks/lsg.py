@@ -307,8 +307,8 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1_000, help="expected batch of low_rank")
     add("--epochs", type=int, default=10, help="of low_rank")
     add("--learning-rate", type=float, default=1e-3, help="Adam's, of low_rank")
-    add("--clicks", type=int, default=1_000_000, help="of over_arch, once through")
-    add("--click-batch", type=int, default=8_192, help="expected batch of over_arch")
+    add("--clicks", type=int, default=500_000, help="of over_arch, once through")
+    add("--click-batch", type=int, default=4_096, help="expected batch of over_arch")
     add("--json", type=Path, help="one JSON object per run; runs it already holds are not repeated")
     add("--plot", type=Path, help="write the scores to this PNG file")
     return parser

@@ -141,6 +141,8 @@ def test_all_recipes_of_the_readme_exist() -> None:
     assert names >= {
         "dlrm_lazydp.yaml",
         "dlrm_dpsgd.yaml",
+        "dlrm_lsg.yaml",
+        "dlrm_adafest_lsg.yaml",
         "dlrm_synthetic.yaml",
         "dlrm_criteo_kaggle.yaml",
         "dlrm_dcn_criteo_1tb.yaml",
