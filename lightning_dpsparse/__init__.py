@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_dpsparse.mechanisms.sparse_dpsgd import SparseDPSGD
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
+    from lightning_dpsparse.plugin.public_weights import PublicWeights
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
     from lightning_dpsparse.sharded.fused import FusedOptimizer
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
@@ -64,6 +65,7 @@ _HOME = {
     "PredictionWriter": "lightning_dpsparse.plugin.callbacks",
     "PrivacyMonitor": "lightning_dpsparse.plugin.callbacks",
     "PrivacyReport": "lightning_dpsparse.plugin.callbacks",
+    "PublicWeights": "lightning_dpsparse.plugin.public_weights",
     "TablePlacement": "lightning_dpsparse.sharded.placement",
     "Users": "lightning_dpsparse.plan",
 }
@@ -92,6 +94,7 @@ __all__ = [
     "PrivacyPlan",
     "PrivacyReport",
     "PublicFrequencies",
+    "PublicWeights",
     "SecretSharer",
     "Selection",
     "SparseDPSGD",

@@ -94,7 +94,8 @@ class PrivateRun:
             ledger = on_disk
         ledger.lost = ledger.steps - taken
         self._taints.extend(t for t in data["taints"] if t not in self._taints)
-        self._not_covered.extend(data["not_covered"])
+        for what in data["not_covered"]:
+            self.trust(what)
         self._selected_before = data.get("selection")
         self._ledger = ledger
 
@@ -151,8 +152,7 @@ class PrivateRun:
         self._selector = RowSelector(selection, module, source, examples)
         if isinstance(selection.frequencies, PublicFrequencies):
             self._selector.select_by_public_counts(selection.frequencies)
-            if selection.frequencies.trusted not in self._not_covered:
-                self._not_covered.append(selection.frequencies.trusted)
+            self.trust(selection.frequencies.trusted)
         elif self._selected_before and self._selected_before["of"] == repr(selection):
             self._selector.restore(self._selected_before)
         elif not run.selects_before(ledger.steps - ledger.lost):
@@ -216,6 +216,11 @@ class PrivateRun:
             f"{run.noise_multiplier:.4f}, clip norm {self.plan.clip_norm:g}, delta {run.delta:g}; "
             f"{goal}."
         )
+
+    def trust(self, what: str) -> None:
+        """Something that went into the model and is taken to be public: the report says so."""
+        if what not in self._not_covered:
+            self._not_covered.append(what)
 
     def watch(self, *, diagnostics: bool) -> None:
         """Before `start`: count updated rows, and with `diagnostics` what is clipped and read."""

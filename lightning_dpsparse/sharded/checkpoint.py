@@ -6,6 +6,7 @@ of N ranks loads on M. Under "fused_optimizer" lies the tables' optimizer state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,19 @@ def _check_directory(path: Path) -> None:
 
 def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]:
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
-    state: dict[str, Tensor] = checkpoint["state_dict"]
+    absent = load_whole_state(module, checkpoint["state_dict"])
+    if absent and strict:
+        raise ValueError(f"Expected {str(path)!r} to hold {absent}, found none of that.")
+    return checkpoint
+
+
+def load_whole_state(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Each rank takes its part of a plain state dict. Returns what it lacks of the module's."""
     load_whole_tables(module, state)
     tables = [path for path, _ in sharded_tables(module)]
     dense = {key: value for key, value in state.items() if key not in tables}
     absent = [key for key in tables if key not in state]
-    absent += _load_into(module, dense, strict=False)
-    if absent and strict:
-        raise ValueError(f"Expected {str(path)!r} to hold {absent}, found none of that.")
-    return checkpoint
+    return absent + _load_into(module, dense, strict=False)
 
 
 def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> list[str]:

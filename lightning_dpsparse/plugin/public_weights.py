@@ -1,0 +1,78 @@
+"""Begin with what public data has taught: far less is left to learn from private data."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.sharded.checkpoint import load_whole_state
+
+
+class PublicWeights(Callback):
+    """Loads weights before the first step of `fit`, sharded tables included.
+
+    Nothing is charged for them: the report lists the data behind them as not covered. Where
+    training is resumed from a checkpoint, the checkpoint's weights count.
+
+    Args:
+        path: A file of `torch.save`: a state dict, or a Lightning checkpoint in one file.
+        into: Path of the submodule that the file holds; by default it holds the whole module.
+        fresh: Patterns (as in a shell) of weights that the file may lack, and which keep their
+            initial values: `["head.*"]`, say.
+    """
+
+    def __init__(self, path: str, into: str = "", fresh: list[str] | None = None) -> None:
+        self.path, self.into, self.fresh = Path(path), into, fresh or []
+        self._is_loaded = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_loaded:  # fit, and fit again: what was learned stays
+            return
+        prefix = f"{self.into}." if self.into else ""
+        state = {f"{prefix}{key}": value for key, value in self._read().items()}
+        self._check(state, pl_module.state_dict(), prefix)
+        load_whole_state(pl_module, state)
+        self._is_loaded = True
+        run = getattr(trainer.strategy, "private_run", None)
+        if isinstance(run, PrivateRun):
+            run.trust(f"The data behind the weights of {self.path.name!r}, taken to be public.")
+
+    def _read(self) -> dict[str, Tensor]:
+        if not self.path.is_file():
+            raise ValueError(
+                f"Expected a file of weights, found none at {str(self.path)!r}. Save a state dict "
+                "there with torch.save; for a sharded checkpoint use `lightning-dpsparse "
+                "consolidate`."
+            )
+        found: dict[str, Any] = torch.load(self.path, map_location="cpu", mmap=True)
+        return found.get("state_dict", found)
+
+    def _check(self, state: dict[str, Tensor], mine: dict[str, Any], prefix: str) -> None:
+        unknown = [key for key in state if key not in mine]
+        lacking = [
+            key
+            for key in mine
+            if key.startswith(prefix)
+            and key not in state
+            and not any(fnmatchcase(key, f"{prefix}{pattern}") for pattern in self.fresh)
+        ]
+        misshapen = [key for key in state if key in mine and mine[key].size() != state[key].size()]
+        for keys, fault, remedy in (
+            (unknown, "has weights that the model has not", "Set `into`, or rename them"),
+            (lacking, "lacks weights of the model", "Name what starts anew in `fresh`"),
+            (misshapen, "has weights of other shapes", "Build the model that they were saved from"),
+        ):
+            if keys:
+                raise ValueError(
+                    f"Expected {str(self.path)!r} to fit {prefix[:-1] or 'the model'!r}, found "
+                    f"that it {fault}: {sorted(keys)}. {remedy}."
+                )
