@@ -55,14 +55,13 @@ from lightning_dpsparse.sampling.poisson import Phase
 Row = dict[str, Any]
 RANKS = ("2", "4", "8", "full")
 SPARSITIES = (0.0, 0.1, 0.3, 0.5)
-KINDS = ("dpsgd", "sparse", "rgp", "lsg")
 
 
-def kind(row: Row) -> str:
+def kind(rank: str, sparsity: float) -> str:
     """What a cell of the grid is called."""
-    if row["rank"] == "full":
-        return "sparse" if row["sparsity"] else "dpsgd"
-    return "lsg" if row["sparsity"] else "rgp"
+    if rank == "full":
+        return "sparse" if sparsity else "dpsgd"
+    return "lsg" if sparsity else "rgp"
 
 
 def mechanism(rank: str, sparsity: float, layers: tuple[str, ...]) -> DenseMechanism:
@@ -239,23 +238,26 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def verdict(table: Sequence[Row]) -> list[str]:
-    """The best cell of every kind, and whether LSG > RGP > DP-SGD by more than two errors."""
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """The best cell of every kind, and whether LSG > RGP > DP-SGD by more than two errors.
+
+    Errors are those of differences at the same seed: the task is the same on both sides.
+    """
     lines = []
-    for task in dict.fromkeys(row["task"] for row in table):
-        best: dict[str, Row] = {}
-        for row in table:
-            if row["task"] == task and row["score"] > best.get(kind(row), row)["score"] - 1e-12:
-                best[kind(row)] = row
-        for name in KINDS:
-            if name in best:
-                row = best[name]
-                where = f"rank {row['rank']}, sparsity {row['sparsity']:g}"
-                lines.append(f"{task}: {name} {row['score']:.4f} +- {row['error']:.4f} ({where})")
+    for task in dict.fromkeys(row["task"] for row in rows):
+        cells: dict[tuple[str, float], dict[int, float]] = {}
+        for row in rows:
+            if row["task"] == task:
+                cells.setdefault((row["rank"], row["sparsity"]), {})[row["seed"]] = row["score"]
+        best: dict[str, dict[int, float]] = {}
+        for cell, scores in sorted(cells.items(), key=lambda c: statistics.mean(c[1].values())):
+            best[kind(*cell)] = scores
+        for name, scores in best.items():
+            lines.append(f"{task}: best {name} {statistics.mean(scores.values()):.4f}")
         for one, two in (("lsg", "rgp"), ("rgp", "dpsgd"), ("lsg", "dpsgd"), ("sparse", "dpsgd")):
             if one in best and two in best:
-                gap = best[one]["score"] - best[two]["score"]
-                error = (best[one]["error"] ** 2 + best[two]["error"] ** 2) ** 0.5
+                gaps = [best[one][seed] - best[two][seed] for seed in best[one]]
+                gap, error = statistics.mean(gaps), standard_error(gaps)
                 word = "shows" if gap > 2 * error else "does not show"
                 lines.append(f"{task}: {one} > {two} {word} ({gap:+.4f}, error {error:.4f})")
     return lines
@@ -324,7 +326,7 @@ def main() -> None:
             write_json_lines(rows, options.json)
     table = summary(rows)
     print_table(table)
-    print("\n".join(verdict(table)))
+    print("\n".join(verdict(rows)))
     if options.plot:
         plot(table, options.plot)
 
