@@ -10,21 +10,36 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_dpsparse import DPSGD, DPSparseStrategy, FusedOptimizer, LazyDP, PrivacyPlan
+from lightning_dpsparse import (
+    DPSGD,
+    LSG,
+    DPSparseStrategy,
+    FusedOptimizer,
+    LazyDP,
+    PrivacyPlan,
+    SparseDPSGD,
+)
+from lightning_dpsparse.engine.uses import Positions
+from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.noise.sources import RowNoise
 from lightning_dpsparse.sharded.fused import kernel_steps
 from tests.plugin.test_training import assert_close, reference
 from tests.private import plan
-from tests.small import Recording, assemble, loader, snapshot
+from tests.small import SEQUENCES, Recording, assemble, loader, snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def fit(
-    optimizer: FusedOptimizer, steps: int = 4, privacy: PrivacyPlan | None = None, **kwargs: Any
+    optimizer: FusedOptimizer,
+    steps: int = 4,
+    privacy: PrivacyPlan | None = None,
+    sequences: tuple[str, ...] = (),
+    **kwargs: Any,
 ) -> tuple[Recording, Trainer]:
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     torch.manual_seed(0)
-    module = Recording()
+    module = Recording(sequences=sequences)
     trainer = Trainer(
         strategy=DPSparseStrategy(privacy=privacy, fused_optimizer=optimizer),
         accelerator="cuda",
@@ -63,11 +78,34 @@ def test_adams_step_count_survives_a_checkpoint(tmp_path: Path) -> None:
     assert_close(assemble([snapshot(resumed)]), assemble([snapshot(straight)]), 1e-6)
 
 
+@pytest.mark.parametrize("sequences", [(), SEQUENCES], ids=["bags", "sequences"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
-def test_lazydp_on_a_gpu_is_eager_dp_sgd(weight_decay: float) -> None:
+def test_lazydp_on_a_gpu_is_eager_dp_sgd(weight_decay: float, sequences: Any) -> None:
     optimizer = FusedOptimizer(kind="sgd", learning_rate=0.3, weight_decay=weight_decay)
     eager, lazy = (
-        fit(optimizer, privacy=plan(noise=2.0, mechanism=mechanism, noise_source="row_keyed"))[0]
+        fit(
+            optimizer,
+            privacy=plan(noise=2.0, mechanism=mechanism, noise_source="row_keyed"),
+            sequences=sequences,
+        )[0]
         for mechanism in (DPSGD(chunk_rows=16), LazyDP(aggregate=False, chunk_rows=16))
     )
     assert_close(assemble([snapshot(lazy)]), assemble([snapshot(eager)]), 1e-5)
+
+
+@pytest.mark.parametrize("dense", [LSG(3, 0.25), SparseDPSGD(0.3)], ids=["lsg", "sparse"])
+@pytest.mark.parametrize("places", [1, 4])
+def test_dense_forms_on_a_gpu_are_those_of_the_cpu(dense: Any, places: int) -> None:
+    torch.manual_seed(0)
+    weight, factors = torch.randn(9, 8), torch.rand(5)
+    inputs, gradient = torch.randn(5, places, 8), torch.randn(5, places, 9)
+    found = []
+    for device in ("cpu", "cuda"):
+        form = dense.form("w", weight.to(device), 1, RowNoise(RunKey.fixed(0)), 0)
+        positions = Positions(inputs.to(device), gradient.to(device))
+        out = torch.empty(form.size, device=device)
+        form.weighted_sum([positions], factors.to(device), out)
+        norms = form.square_norms(positions, None)
+        found.append([value.cpu() for value in (norms, form.rebuild(out))])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
