@@ -2,7 +2,8 @@
 
 Every rank holds the rows that it owns, and a local batch. It has run the forward pass: the tables'
 lookups ended in detached leaves, and every dense call was recorded. What remains is `clipped_sums`,
-once for every part of the batch that fits in memory, and one `release`.
+once for every part of the batch that fits in memory, and one `release`. A dense weight's gradient
+is what its form makes of it, in norms, sums and noise alike (`dense.py`): by default, itself.
 """
 
 from __future__ import annotations
