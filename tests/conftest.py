@@ -9,7 +9,24 @@ import pytest
 
 from tests.ranks import Ranks
 
+# Files that take longest begin first, so that two workers end together.
+SLOW = (
+    "plugin/test_lazydp.py",
+    "test_cli.py",
+    "plugin/test_private_step.py",
+    "plugin/test_private_resume.py",
+    "audit/test_command.py",
+    "audit/test_gallery.py",
+    "plugin/test_adafest.py",
+)
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    order = {folder / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def _ranks(world_size: int, per_host: int | None = None) -> Iterator[Ranks]:

@@ -184,17 +184,6 @@ def test_ids_out_of_range_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-def test_the_demo_recipe_runs_under_torchrun(tmp_path: Path) -> None:
-    """`devices: auto` takes the processes that torchrun started."""
-    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "-m")
-    steps = ("--trainer.max_steps=4", "--trainer.val_check_interval=null")
-    fitted = run("fit", "--config", str(DEMO), *SMALL, *steps, launcher=torchrun, cwd=tmp_path)
-    assert fitted.returncode == 0, fitted.stderr
-    assert "Tables, rowwise_adagrad fused into backward" in fitted.stderr + fitted.stdout
-    checkpoint = next(tmp_path.glob("runs/**/*.ckpt"))
-    assert len(list(checkpoint.glob("*.distcp"))) == 2
-
-
 def test_a_recipe_fits_validates_tests_and_predicts(one_rank: Ranks, tmp_path: Path) -> None:
     common = ["--config", str(DEMO), *SMALL, f"--trainer.logger.init_args.save_dir={tmp_path}"]
     one_rank.run(main, ["fit", *common])
@@ -223,14 +212,16 @@ def test_a_saved_recipe_names_its_mechanism(tmp_path: Path) -> None:
 
 
 def test_the_private_recipe_runs_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks, a target, a report, and the same from `report`."""
+    """`devices: auto` takes torchrun's processes. A target, a report, the same from `report`."""
     recipe = str(ROOT / "recipes" / "dlrm_dpsgd.yaml")
     settings = ["--trainer.limit_val_batches=1", "--trainer.val_check_interval=1.0"]
     settings.append("--trainer.log_every_n_steps=1")
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     done = run("fit", "--config", recipe, *SMALL, *settings, launcher=launcher, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Tables, sgd fused into backward" in done.stdout + done.stderr
     assert "Privacy: DPSGD, noise multiplier" in done.stdout + done.stderr
+    assert len(list(next(tmp_path.glob("runs/**/*.ckpt")).glob("*.distcp"))) == 2
     told = run("report", "runs", cwd=tmp_path)
     assert "-differentially private" in told.stdout
     assert "taint: Logged without noise: train_loss" in told.stdout

@@ -115,7 +115,7 @@ example = st.tuples(
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=180, deadline=None, derandomize=True)
 @given(
     examples=st.lists(example, min_size=1, max_size=4),
     removed=st.integers(0, 3),

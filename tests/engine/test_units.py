@@ -72,6 +72,7 @@ def test_examples_of_a_user_meet_on_a_row_before_they_are_squared() -> None:
     assert found.tolist() == pytest.approx([1.0, 4.0, 0.0])
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch may copy; no matter
 @pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 3, 1], [1] * 5], ids=str)
 @pytest.mark.parametrize("name", ghost.CASES)
 def test_norms_of_users_on_dense_layers_match_autograd(name: str, sizes: list[int]) -> None:

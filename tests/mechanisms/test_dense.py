@@ -240,7 +240,7 @@ def sums_of(examples: list[Any], mechanism: DenseMechanism) -> Tensor:
     return everything(clipped_sums(loss, [read], capture, recipe, ranks, STEP))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     examples=st.lists(examples_of_tables, min_size=1, max_size=4),
     removed=st.integers(0, 3),

@@ -102,9 +102,10 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @functools.cache
-def eager(ranks: Ranks, optimizer: FusedOptimizer) -> dict[str, Any]:
+def eager(ranks: Ranks, optimizer: FusedOptimizer, steps: int = STEPS) -> dict[str, Any]:
     """DP-SGD on one rank, once."""
-    return ranks.run(train, 1, Placement(), optimizer, EAGER, export_at=(57, 123))[0]
+    settings: dict[str, Any] = {"steps": steps, "export_at": (57, 123)}
+    return ranks.run(train, 1, Placement(), optimizer, EAGER, **settings)[0]
 
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [SGD, DECAYING], ids=["plain", "decaying"])
@@ -121,22 +122,22 @@ def test_one_rank_is_eager_dp_sgd(one_rank: Ranks, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
+    ("name", "optimizer", "steps"),
     [
-        ("table_wise", SGD),
-        ("row_wise", SGD),
-        ("column_wise", SGD),
-        ("table_wise", DECAYING),
-        ("row_wise", DECAYING),
-        ("mixed", DECAYING),
+        ("table_wise", SGD, 60),
+        ("row_wise", SGD, STEPS),
+        ("column_wise", SGD, 60),
+        ("table_wise", DECAYING, 60),
+        ("row_wise", DECAYING, 60),
+        ("mixed", DECAYING, STEPS),
     ],
 )
 def test_two_ranks_are_eager_dp_sgd(
-    one_rank: Ranks, two_ranks: Ranks, optimizer: Any, name: str
+    one_rank: Ranks, two_ranks: Ranks, optimizer: Any, name: str, steps: int
 ) -> None:
     """Column pieces of one row owe apart; repeated ids and rows of several ranks owe once."""
-    expected = whole([eager(one_rank, optimizer)])
-    found = two_ranks.run(train, 2, PLACEMENTS[name], optimizer, LAZY)
+    expected = whole([eager(one_rank, optimizer, steps)])
+    found = two_ranks.run(train, 2, PLACEMENTS[name], optimizer, LAZY, steps=steps)
     assert_close(whole(found), expected, 1e-6)
 
 
