@@ -6,6 +6,7 @@ clip      private without noise: clipping alone
 eana      clipping, and noise on the rows that were read (not private)
 lazydp    clipping, and noise on rows before they are read
 adafest   clipping, and noise on about 300 rows that pass a threshold
+lsg       adafest, with LSG of rank 8 and sparsity 0.3 for all dense layers but the last
 dpsgd     clipping, and noise on every row
 """
 
@@ -46,12 +47,15 @@ from benchmarks.harness import (
 from lightning_dpsparse import (
     DPSGD,
     EANA,
+    LSG,
     AdaFEST,
+    DenseGaussian,
     DPSparseStrategy,
     FusedOptimizer,
     LazyDP,
     PrivacyPlan,
 )
+from lightning_dpsparse.engine.dense import DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.recipe import quiet
@@ -159,7 +163,10 @@ def bare(workload: Workload) -> Mode:
 
 
 def through_lightning(
-    mechanism: Mechanism | None, noise: float = 0.8, callbacks: Sequence[Callback] = ()
+    mechanism: Mechanism | None,
+    noise: float = 0.8,
+    callbacks: Sequence[Callback] = (),
+    dense: DenseMechanism = DenseGaussian(),  # noqa: B008 (frozen)
 ) -> ModeMaker:
     """The same through Lightning; without a mechanism, the yardstick of every private mode."""
 
@@ -169,6 +176,7 @@ def through_lightning(
             if mechanism is not None:
                 plan = PrivacyPlan(
                     mechanism=mechanism,
+                    dense=dense,
                     noise_multiplier=noise,
                     expected_batch_size=workload.batch,
                     sampling="unamplified",  # the same batches for every mode
@@ -211,6 +219,7 @@ MODES: dict[str, ModeMaker] = {
     "eana": through_lightning(EANA()),
     "lazydp": through_lightning(LazyDP()),
     "adafest": through_lightning(AdaFEST(false_positives=300)),
+    "lsg": through_lightning(AdaFEST(false_positives=300), dense=LSG(8, 0.3)),
     "dpsgd": through_lightning(DPSGD()),
 }
 
