@@ -4,12 +4,14 @@ FastNoise   the framework's own generator, re-keyed for every stream. The defaul
 SecureNoise a cryptographic keystream (AES-128 in counter mode), for those who must assume an
             adversary that predicts ordinary generators.
 RowNoise    a draw is a function of (key, purpose, table, global row, column, step) alone: slow, the
-            same however a table is cut, and replayable.
+            same however a table is cut, and replayable. Made of 53 bits: it ends at 8.6 standard
+            deviations, where the others go on (`tails.py`).
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from lightning_dpsparse.hashing import U64, mix, unit
 from lightning_dpsparse.noise.keys import RunKey, Stream
+from lightning_dpsparse.noise.tails import deepen_tails_
 
 # R rows, D columns
 
@@ -80,45 +83,61 @@ class FastNoise:
         rows_R: Tensor | None = None,
         steps_R: Tensor | None = None,
     ) -> Tensor:
-        return out_RD.normal_(0.0, stddev, generator=self._generator(out_RD.device, stream))
+        return _normal_(out_RD, stddev, self._generator(out_RD.device, stream))
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
         generator = self._generator(out_RD.device, stream)
         flat = out_RD.view(-1)
-        size = min(flat.numel(), _CHUNK if flat.device.type == "cpu" else 64 * _CHUNK)
+        size = min(flat.numel(), (4 if flat.device.type == "cpu" else 64) * _CHUNK)
         drawn = flat.new_empty(size)
         for piece in flat.split(max(1, size)):
-            piece += drawn[: piece.numel()].normal_(0.0, stddev, generator=generator)
+            piece += _normal_(drawn[: piece.numel()], stddev, generator)
         return out_RD
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
-        generator = self._generator(device, stream)
-        return 1.0 - torch.rand(count, dtype=torch.float64, device=device, generator=generator)
+        return _uniform(count, self._generator(device, stream))
 
     def _generator(self, device: torch.device, stream: Stream) -> torch.Generator:
-        generator = torch.Generator(device)
+        """At the stream's beginning. On CPU the same object every time: use it at once."""
         if device.type == "cpu":
-            return generator.set_state(_mersenne_state(self._key, stream))
+            return _MERSENNE.at(self._key, stream)
+        generator = torch.Generator(device)
         return generator.manual_seed(int.from_bytes(self._key.bytes_for(stream, 8), "big") >> 1)
 
 
-_MERSENNE_WORDS = 624
-_FRESH_STATE = torch.Generator().manual_seed(0).get_state().numpy()
-_WORDS_AT = 24  # byte offset of the words in torch's generator state; each takes eight bytes
+def _normal_(out: Tensor, stddev: float, generator: torch.Generator) -> Tensor:
+    out.normal_(0.0, stddev, generator=generator)
+    return deepen_tails_(out, stddev, lambda count: _uniform(count, generator))
 
 
-def _mersenne_state(key: RunKey, stream: Stream) -> Tensor:
-    """A state of torch's CPU generator with all of its 624 words drawn from the key.
+def _uniform(count: int, generator: torch.Generator) -> Tensor:
+    return 1.0 - torch.rand(
+        count, dtype=torch.float64, device=generator.device, generator=generator
+    )
+
+
+class _Mersenne(threading.local):
+    """torch's CPU generator with all of its 624 words drawn from the key, one in every thread.
 
     `manual_seed` will not do: it keeps the low 32 bits of the seed, and a run with a few million
     streams would use some of them twice.
     """
-    state = _FRESH_STATE.copy()
-    words = np.frombuffer(key.bytes_for(stream, 4 * _MERSENNE_WORDS), dtype="<u4")
-    end = _WORDS_AT + 8 * _MERSENNE_WORDS
-    state[_WORDS_AT:end] = words.astype("<u8").view(np.uint8)
-    return torch.from_numpy(state)
 
+    _WORDS = 624
+    _WORDS_AT = 24  # byte offset of the words in torch's generator state; each takes eight bytes
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._state = self._generator.get_state()
+        end = self._WORDS_AT + 8 * self._WORDS
+        self._words = self._state.numpy()[self._WORDS_AT : end].view("<u8")
+
+    def at(self, key: RunKey, stream: Stream) -> torch.Generator:
+        self._words[:] = np.frombuffer(key.bytes_for(stream, 4 * self._WORDS), dtype="<u4")
+        return self._generator.set_state(self._state)
+
+
+_MERSENNE = _Mersenne()
 
 _ZEROS = bytes(4 * _CHUNK)
 
@@ -154,14 +173,17 @@ class SecureNoise:
             half = -(-count // 2)
             keystream.update_into(memoryview(_ZEROS)[: 8 * half], memory)
             radius, angle = numbers[: 2 * half].copy_(words[: 2 * half]).chunk(2)
-            # u = |word| / 2^31 keeps all bits near zero, where the tails come from: draws reach 6.6
-            # standard deviations. A sum that brings words into (0, 1) would lose them.
+            # u = |word| / 2^31 keeps all bits near zero, where the tails come from. A sum that
+            # brings words into (0, 1) would lose them.
             radius.abs_().mul_(2.0**-31).clamp_min_(2.0**-32)
             radius.log_().mul_(-2.0 * stddev**2).sqrt_()
             angle.mul_(2.0 * math.pi * 2.0**-32)
             cosine = torch.cos(angle, out=numbers[_CHUNK : _CHUNK + half]).mul_(radius)
             piece[:half] = cosine
             piece[half:] = angle.sin_().mul_(radius)[: count - half]
+            deepen_tails_(
+                piece, stddev, lambda count: _uniform_of(keystream.update(bytes(8 * count)))
+            )
         return out_RD
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
@@ -173,8 +195,11 @@ class SecureNoise:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         cipher = Cipher(algorithms.AES(self._key.bytes_for(stream, 16)), modes.CTR(bytes(16)))
-        words = np.frombuffer(cipher.encryptor().update(bytes(8 * count)), dtype="<u8")
-        return torch.from_numpy(1.0 - unit(words)).to(device)
+        return _uniform_of(cipher.encryptor().update(bytes(8 * count))).to(device)
+
+
+def _uniform_of(keystream: bytes) -> Tensor:
+    return torch.from_numpy(1.0 - unit(np.frombuffer(keystream, dtype="<u8")))
 
 
 class RowNoise:

@@ -102,7 +102,7 @@ def test_seeding_everything_does_not_reach_it_nor_the_other_way_round(kind: Any)
 def test_fast_streams_hold_more_than_the_32_bits_of_a_torch_seed() -> None:
     """Two seeds that agree in their low 32 bits are one to torch; our streams are never seeds."""
     same = [torch.randn(9, generator=torch.Generator().manual_seed(5 + i * 2**32)) for i in (0, 1)]
-    assert torch.equal(*same)  # if torch mends this, `_mersenne_state` may go
+    assert torch.equal(*same)  # if torch mends this, `_Mersenne` may go
     generator = FastNoise(KEY)._generator(torch.device("cpu"), STREAM)
     words = generator.get_state()[24 : 24 + 8 * 624].view(torch.int64)
     assert len(words.unique()) > 600
