@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer, seed_everything
+from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.harness import print_table, write_json_lines
@@ -239,9 +241,10 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """The best cell of every kind, and whether LSG > RGP > DP-SGD by more than two errors.
+    """The best cell of every kind, and whether LSG > RGP > DP-SGD at the 5% level.
 
-    Errors are those of differences at the same seed: the task is the same on both sides.
+    Differences are those at the same seed: the task is the same on both sides. With few seeds a
+    gap must be many errors wide (Student's t: 4.3 for three of them).
     """
     lines = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -258,9 +261,13 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             if one in best and two in best:
                 gaps = [best[one][seed] - best[two][seed] for seed in best[one]]
                 gap, error = statistics.mean(gaps), standard_error(gaps)
-                word = "shows" if gap > 2 * error else "does not show"
+                word = "shows" if gap > _errors_wide(len(gaps)) * error else "does not show"
                 lines.append(f"{task}: {one} > {two} {word} ({gap:+.4f}, error {error:.4f})")
     return lines
+
+
+def _errors_wide(seeds: int) -> float:
+    return float(stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else math.inf
 
 
 def plot(table: Sequence[Row], path: Path) -> None:

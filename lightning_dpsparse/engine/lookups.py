@@ -78,6 +78,11 @@ class Layout:
         return tuple(starts)
 
     @cached_property
+    def first_row_of_feature(self) -> Tensor:
+        """Where the rows of each feature's table begin."""
+        return torch.tensor([self.first_row[t] for t in self.table_of_feature])
+
+    @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """What an update is made of: stacks of tables, or single tables."""
         ends = [
@@ -168,7 +173,7 @@ def _stable_sort(row_L: Tensor) -> tuple[Tensor, Tensor]:
         return sorted_L, order_L
     # A row and its place in one number: no two are equal, and numpy's vectorised sort of numbers
     # takes a third of the time of PyTorch's sort with places.
-    packed_L = (row_L << bits) | torch.arange(row_L.numel())
+    packed_L = (row_L << bits).bitwise_or_(torch.arange(row_L.numel()))
     packed_L = torch.from_numpy(np.sort(packed_L.numpy()))
     return packed_L >> bits, packed_L & ((1 << bits) - 1)
 
@@ -195,7 +200,11 @@ class Bags:
     @cached_property
     def is_one_hot(self) -> bool:
         """Whether every bag holds exactly one id."""
-        return self.ids_L.numel() == self.lengths.numel() and bool((self.lengths == 1).all())
+        if self.ids_L.numel() != self.offsets.numel() - 1:
+            return False
+        return torch.equal(
+            self.offsets, torch.arange(self.offsets.numel(), device=self.offsets.device)
+        )
 
     @property
     def reads_every_table_once(self) -> bool:
@@ -212,10 +221,7 @@ class Bags:
     @cached_property
     def row_L(self) -> Tensor:
         """Rows with all tables of the kernel numbered through."""
-        starts_F = torch.tensor(
-            [self.layout.first_row[t] for t in self.layout.table_of_feature],
-            device=self.ids_L.device,
-        )
+        starts_F = self.layout.first_row_of_feature.to(self.ids_L.device)
         if self.is_one_hot:
             return (self.ids_L.view(len(starts_F), -1) + starts_F[:, None]).view(-1)
         return self.ids_L + starts_F[self.bag_L // max(1, self.num_examples)]
