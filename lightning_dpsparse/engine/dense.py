@@ -7,14 +7,14 @@ are: these were released in earlier steps, so what is made of them costs nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dpsparse.engine.uses import Positions
+from lightning_dpsparse.engine.products import Positions
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples, O and I rows and columns of a weight: outputs, and inputs (times places in a kernel)
@@ -34,8 +34,8 @@ class Form(ABC):
         """|| form(G_b) ||^2, (B,); with `leader_B` those of units, at their leaders."""
 
     @abstractmethod
-    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
-        """sum_b f_b form(G_b) over all uses, into `out`, (size,)."""
+    def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
+        """sum_b f_b form(G_b), into `out`, (size,)."""
 
     @abstractmethod
     def rebuild(self, released: Tensor) -> Tensor:
