@@ -85,10 +85,20 @@ class Masked(Form):
         """
         live_OI = self._is_live_OI.to(g.dtype)
         if a.shape[1] == 1:
-            return ((g.square() @ live_OI) * a.square()).sum((1, 2))
+            # Squares of the factors may be out of range where the product's is not.
+            a, largest_a = _scaled(a)
+            g, largest_g = _scaled(g)
+            norms_B = ((g.square() @ live_OI) * a.square()).sum((1, 2)).sqrt_()
+            return (norms_B * largest_a * largest_g).square_()
         at_once = max(1, _MOST_NUMBERS // live_OI.numel())
         squares = [
             (torch.einsum("bto,bti->boi", g_few, a_few).square_() * live_OI).sum((1, 2))
             for a_few, g_few in zip(a.split(at_once), g.split(at_once))
         ]
         return torch.cat(squares)
+
+
+def _scaled(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Every example over its largest number, and that number, (B,)."""
+    largest_B = value.abs().amax((1, 2)).clamp_min(torch.finfo(value.dtype).tiny)
+    return value / largest_B[:, None, None], largest_B
