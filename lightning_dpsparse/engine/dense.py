@@ -100,7 +100,7 @@ class OnLayers(DenseMechanism):
 
     layers: tuple[str, ...] = ("*",)
     """Patterns (as in a shell) of layers' paths in the module. Convolutions with groups are never
-    among them, nor are biases."""
+    among them, nor are biases, nor weights that are computed from other parameters."""
 
     exclude: tuple[str, ...] | None = None
     """Patterns of layers that are left as they are. By default the last one, in the order in which
@@ -120,6 +120,7 @@ class OnLayers(DenseMechanism):
             for path, layer in module.named_modules()
             if isinstance(layer, (nn.Linear, nn.Conv2d))
             and getattr(layer, "groups", 1) == 1
+            and isinstance(layer.weight, nn.Parameter)  # not of a parametrization
             and layer.weight.requires_grad
         }
         exclude = list(found)[-1:] if self.exclude is None else self.exclude
