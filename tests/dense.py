@@ -1,16 +1,22 @@
-"""The forms of dense gradients done naively: whole gradients, and matrices of zeros and ones."""
+"""Forms of dense gradients done naively, with whole gradients; and the sum that a step releases."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dpsparse import SparseDPSGD
-from lightning_dpsparse.noise.keys import Stream
-from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse import DenseGaussian, SparseDPSGD
+from lightning_dpsparse.engine.clipping import FlatClipping
+from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
+from lightning_dpsparse.engine.ghost import DenseCapture
+from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums
+from lightning_dpsparse.mechanisms.eana import EANA
+from lightning_dpsparse.noise.keys import RunKey, Stream
+from lightning_dpsparse.noise.sources import FastNoise, NoiseSource
 
 
 def decomposition(
@@ -84,3 +90,22 @@ class NaiveForm:
         left, right = numbers[:cut].view(-1, rank), numbers[cut:].view(rank, -1)
         whole = left @ self.right + self.left @ right - self.left @ self.left.T @ left @ self.right
         return whole.view(self.shape)
+
+
+def dense_sum(
+    model: nn.Module,
+    losses: Callable[[], Tensor],
+    mechanism: DenseMechanism | None = None,
+    leader_B: Tensor | None = None,
+    clip_norm: float = 1.0,
+) -> Tensor:
+    """All that a step would release of a model without tables, before noise, as one vector."""
+    noise = FastNoise(RunKey.fixed(3))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    capture = DenseCapture(parameters)
+    capture.set_forms(DenseForms(mechanism or DenseGaussian(), model, parameters).at(7, noise))
+    with capture:
+        loss_B = losses()
+    recipe = Recipe(EANA(), FlatClipping(), clip_norm, 0.0, expected_batch=1.0, noise=noise)
+    ranks = Ranks(len(loss_B), 0, lambda tensor: None)
+    return clipped_sums(loss_B, [], capture, recipe, ranks, 7, leader_B).dense.double()

@@ -7,14 +7,14 @@ are: these were released in earlier steps, so what is made of them costs nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dpsparse.engine.uses import Positions
+from lightning_dpsparse.engine.products import Positions
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples, O and I rows and columns of a weight: outputs, and inputs (times places in a kernel)
@@ -34,8 +34,8 @@ class Form(ABC):
         """|| form(G_b) ||^2, (B,); with `leader_B` those of units, at their leaders."""
 
     @abstractmethod
-    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
-        """sum_b f_b form(G_b) over all uses, into `out`, (size,)."""
+    def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
+        """sum_b f_b form(G_b), into `out`, (size,)."""
 
     @abstractmethod
     def rebuild(self, released: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class OnLayers(DenseMechanism):
 
     layers: tuple[str, ...] = ("*",)
     """Patterns (as in a shell) of layers' paths in the module. Convolutions with groups are never
-    among them, nor are biases."""
+    among them, nor are biases, nor weights that are computed from other parameters."""
 
     exclude: tuple[str, ...] | None = None
     """Patterns of layers that are left as they are. By default the last one, in the order in which
@@ -120,6 +120,7 @@ class OnLayers(DenseMechanism):
             for path, layer in module.named_modules()
             if isinstance(layer, (nn.Linear, nn.Conv2d))
             and getattr(layer, "groups", 1) == 1
+            and isinstance(layer.weight, nn.Parameter)  # not of a parametrization
             and layer.weight.requires_grad
         }
         exclude = list(found)[-1:] if self.exclude is None else self.exclude

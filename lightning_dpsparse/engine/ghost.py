@@ -10,22 +10,26 @@ Bu et al. 2023, book-keeping (arXiv:2210.00038).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dpsparse.engine.dense import Form
+from lightning_dpsparse.engine.norms import not_below_rounding
+from lightning_dpsparse.engine.products import (
+    Positions,
+    by_position,
+    outer_sum,
+    weight_square_norm,
+)
 from lightning_dpsparse.engine.recorder import MOST_NUMBERS_PER_EXAMPLE, Recorder
 from lightning_dpsparse.engine.uses import (
-    Positions,
     Product,
     Rows,
     Use,
-    per_example,
+    built,
     rows_square_norm,
-    weight_square_norm,
-    weighted_sum,
 )
 
 # B examples
@@ -109,20 +113,14 @@ class DenseCapture(Recorder):
     def clipped_sum(self, name: str, factors_B: Tensor, out: Tensor) -> Tensor:
         """sum_b f_b g_b for one parameter, into `out`; zero if no example touched it."""
         live = self._reached(name)
-        if name in self._forms:
-            self._forms[name].weighted_sum(_products(live), factors_B, out)
+        if live and name in self._forms:
+            self._forms[name].weighted_sum(_positions(live), factors_B, out)
             return out
-        if len(live) == 1:
-            return weighted_sum(*live[0], factors_B, out)
-        out.zero_()
-        for role, use in live:
-            out += weighted_sum(role, use, factors_B, torch.empty_like(out))
+        _weighted_sum(live, factors_B, out)
         for key, part in self._slices.items():
             if part.base == name:
-                for role, use in self._reached(key):
-                    out[part.index] += weighted_sum(
-                        role, use, factors_B, torch.empty_like(part.value)
-                    )
+                piece = torch.empty_like(part.value)
+                out[part.index] += _weighted_sum(self._reached(key), factors_B, piece)
         return out
 
     def drop_examples(self, bad_B: Tensor) -> None:
@@ -169,36 +167,72 @@ class DenseCapture(Recorder):
                 f"else, found {sorted({use.what for _, use in uses})}. Exclude it in the plan's "
                 "`dense`."
             )
-        first = uses[0][1]
         if name in self._forms:
-            return self._forms[name].square_norms(_joined(_products(uses)), leader_B)
-        if leader_B is None and len(uses) == 1 and isinstance(first, Product) and first.is_flat:
-            return first.flat_square_norm(of_bias=roles == {"bias"})
+            return self._forms[name].square_norms(_positions(uses), leader_B)
+        flat = _flat(uses)
+        if leader_B is None and flat is not None:
+            return flat.flat_square_norm(of_bias=roles == {"bias"})
         if roles == {"weight"}:
-            return weight_square_norm(_joined(_products(uses)), leader_B)
+            return weight_square_norm(_positions(uses), leader_B)
         if roles == {"rows"}:
-            pairs = [use.pairs() for _, use in uses if isinstance(use, Rows)]
-            ids, g = (torch.cat(side, dim=1) for side in zip(*pairs))
-            return rows_square_norm(ids, g, len(parameter), leader_B)
+            return rows_square_norm(*_pairs(uses), len(parameter), leader_B)
         if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
             raise ValueError(
                 f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
                 f"{sorted(use.what for _, use in uses)}. Give each layer a weight of its own."
             )
-        total = sum(per_example(role, use, parameter) for role, use in uses)
-        assert isinstance(total, Tensor)
-        if leader_B is None:
-            return total.square().sum(1)
-        # The whole parameter is one row, on which a unit's examples meet.
-        return rows_square_norm(torch.zeros_like(leader_B)[:, None], total[:, None], 1, leader_B)
+        total_BN, terms = built(uses, parameter)
+        if leader_B is not None:
+            total_BN = total_BN.double()
+            total_BN = torch.zeros_like(total_BN).index_add_(0, leader_B, total_BN)
+        squares_B, *terms_BT = (
+            torch.linalg.vector_norm(value, dim=-1).to(total_BN.dtype).square_()
+            for value in (total_BN, *terms)
+        )
+        return not_below_rounding(squares_B, torch.cat(terms_BT, dim=1), leader_B).to(
+            parameter.dtype
+        )
 
 
-def _products(uses: list[tuple[str, Use]]) -> list[Positions]:
-    return [use.positions() for _, use in uses if isinstance(use, Product)]
+def _weighted_sum(uses: list[tuple[str, Use]], factors_B: Tensor, out: Tensor) -> Tensor:
+    """sum_b f_b g_b of all these uses of one parameter, into `out`.
+
+    The terms of an example or user may cancel. They are added before all others', or side by side,
+    so that little is lost while they stand: see `not_below_rounding`.
+    """
+    roles, flat = {role for role, _ in uses}, _flat(uses)
+    if not uses:
+        out.zero_()
+    elif flat is not None:
+        flat.flat_weighted_sum(factors_B, out, of_bias=roles == {"bias"})
+    elif roles == {"weight"}:
+        outer_sum(*by_position(_positions(uses), factors_B), out=out.flatten(1))
+    elif roles == {"rows"}:
+        ids, g = _pairs(uses)
+        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
+        out.zero_().index_add_(0, ids.flatten(), scaled)
+    else:
+        out.copy_((factors_B @ built(uses, out)[0]).view_as(out))
+    return out
 
 
-def _joined(uses: list[Positions]) -> Positions:
+def _flat(uses: list[tuple[str, Use]]) -> Product | None:
+    """The one use, if it has one position per example."""
+    first = uses[0][1] if len(uses) == 1 else None
+    return first if isinstance(first, Product) and first.is_flat else None
+
+
+def _positions(uses: list[tuple[str, Use]]) -> Positions:
     """The positions of all uses as those of one: their gradients add up before they are squared."""
-    if len(uses) == 1:
-        return uses[0]
-    return Positions(*(torch.cat(side, dim=1) for side in zip(*uses)))
+    each = [use.positions() for _, use in uses if isinstance(use, Product)]
+    return each[0] if len(each) == 1 else Positions(*_joined(each))
+
+
+def _pairs(uses: list[tuple[str, Use]]) -> tuple[Tensor, Tensor]:
+    """The same for ids and gradients of rows."""
+    ids, g = _joined([use.pairs() for _, use in uses if isinstance(use, Rows)])
+    return ids, g
+
+
+def _joined(each: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    return (torch.cat(side, dim=1) for side in zip(*each))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -69,6 +69,11 @@ class Layout:
             for table in range(len(self.widths))
         )
 
+    @property
+    def shares_tables(self) -> bool:
+        """Whether some features read one table."""
+        return len(self.table_of_feature) > len(set(self.table_of_feature))
+
     @cached_property
     def first_row(self) -> tuple[int, ...]:
         """Where each table's rows begin when all are numbered through."""
@@ -128,7 +133,7 @@ class Runs:
     count_U: Tensor
     """How many lookups each row has."""
     order_L: Tensor
-    """The lookups, sorted by row; those of one row as they come."""
+    """The lookups, sorted by row; those of one row by their example."""
     sorted_position_L: Tensor
     """Where the rows of the sorted lookups stand in `row_U`."""
 
@@ -228,7 +233,13 @@ class Bags:
 
     @cached_property
     def runs(self) -> Runs:
-        return by_row(self.row_L)
+        """Lookups of a row lie in the order of their examples."""
+        if not self.layout.shares_tables:
+            return by_row(self.row_L)
+        # An example's lookups by several features may cancel: nobody else's come in between.
+        by_example_L = torch.argsort(self.bag_L % max(1, self.num_examples), stable=True)
+        runs = by_row(self.row_L[by_example_L])
+        return replace(runs, order_L=by_example_L[runs.order_L])
 
     @cached_property
     def cuts(self) -> list[int]:

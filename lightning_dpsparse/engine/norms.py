@@ -17,6 +17,8 @@ from lightning_dpsparse.engine.lookups import Lookup, Runs
 
 # B examples, F features, L lookups, E width of all features, D width of a table, U (unit, row)s
 
+ROUNDING = torch.finfo(torch.float32).eps
+
 
 def square_norms(
     lookup: Lookup,
@@ -98,22 +100,31 @@ def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[in
 
 
 def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
-    """sum over rows of (sum of the row's coefficients)^2 for every bag, (F * B,)."""
-    weights = lookup.gradient.new_zeros(lookup.bags.lengths.numel())
+    """sum over rows of (sum of the row's coefficients)^2 for every bag, (F * B,).
+
+    A bag's own weights may have any sign, and cancel: see `not_below_rounding`.
+    """
+    num_bags, dtype = lookup.bags.lengths.numel(), lookup.gradient.dtype
     if coefficient_L is None:
         coefficient_L = lookup.gradient.new_ones(lookup.bags.ids_L.numel())
     if lookup.bags.is_one_hot:
-        return weights.copy_(coefficient_L).square_()
+        return coefficient_L.to(dtype).square()
+    if lookup.bags.weights_L is not None:
+        coefficient_L = coefficient_L.double()
     # Sorted by row, a bag's lookups of one row are neighbours: U of (row, bag) begin somewhere.
     runs, order_L = lookup.bags.runs, lookup.bags.runs.order_L
     bag_L = lookup.bags.bag_L[order_L]
     is_first_L = torch.ones_like(bag_L)
     is_first_L[1:] = bag_L[1:] != bag_L[:-1]
     is_first_L[runs.start_U] = 1
-    sum_U = weights.new_zeros(bag_L.numel())  # as many as there may be
+    sum_U = coefficient_L.new_zeros(bag_L.numel())  # as many as there may be
     sum_U.index_add_(0, is_first_L.cumsum(0).sub_(1), coefficient_L[order_L])
     bag_U = bag_L[is_first_L.bool()]
-    return weights.index_add_(0, bag_U, sum_U[: bag_U.numel()].square_())
+    weights = sum_U.new_zeros(num_bags).index_add_(0, bag_U, sum_U[: bag_U.numel()].square_())
+    if lookup.bags.weights_L is None:
+        return weights
+    terms_L1 = coefficient_L.square()[:, None]
+    return not_below_rounding(weights, terms_L1, lookup.bags.bag_L).to(dtype)
 
 
 def _by_row(
@@ -133,39 +144,45 @@ def _by_row(
         unit = example if leader_B is None else leader_B[example]
         keys.append(unit * num_rows + lookup.bags.ids_L[here])
         values.append(value)
-    may_cancel = leader_B is not None or not lookup.layout.is_pooled
-    return row_square_norms(
-        torch.cat(keys), torch.cat(values), num_rows, num_examples, may_cancel=may_cancel
-    )
+    return row_square_norms(torch.cat(keys), torch.cat(values), num_rows, num_examples)
 
 
-def row_square_norms(
-    key_L: Tensor, value_LD: Tensor, num_rows: int, num_examples: int, *, may_cancel: bool
-) -> Tensor:
+def row_square_norms(key_L: Tensor, value_LD: Tensor, num_rows: int, num_examples: int) -> Tensor:
     """sum over rows of || sum of a unit's values on the row ||^2, (B,); keys are unit, row.
 
-    Values of a unit of several examples, or positions, may cancel: see `not_below_rounding`.
+    Values of a unit's examples, features or positions may cancel: they are added in float64.
     """
+    value_LD, dtype = value_LD.double(), value_LD.dtype
     key_U, position_L = torch.unique(key_L, return_inverse=True)
     sum_UD = value_LD.new_zeros(key_U.numel(), value_LD.shape[1]).index_add_(
         0, position_L, value_LD
     )
     squares_U = torch.linalg.vector_norm(sum_UD, dim=1).square_()
     squares_B = value_LD.new_zeros(num_examples).index_add_(0, key_U // num_rows, squares_U)
-    if not may_cancel:
-        return squares_B
-    return not_below_rounding(squares_B, key_L // num_rows, value_LD.square().sum(1))
+    terms_L1 = value_LD.square().sum(1, keepdim=True)
+    return not_below_rounding(squares_B, terms_L1, key_L // num_rows).to(dtype)
 
 
-def not_below_rounding(squares_B: Tensor, unit_L: Tensor, term_squares_L: Tensor) -> Tensor:
-    """Squared norms, raised to what rounding may have hidden: eps (sum of the terms' norms)^2.
+def not_below_rounding(squares_B: Tensor, terms_LT: Tensor, unit_L: Tensor | None = None) -> Tensor:
+    """Squared norms of sums, raised to what rounding may hide: eps (sum of the terms' norms)^2.
 
-    Examples of a user can cancel, and so can positions of a sequence. Their terms are still added
-    one by one, in another order and with those of others in between, and leave errors of their own
-    size. A norm of at least
-    sqrt(eps) sum_l ||v_l|| keeps every clipped term below C / sqrt(eps), and so its rounding below
-    sqrt(eps) C. Norms that do not cancel to that degree stay as they are.
+    `terms_LT` has the squared norms of the terms: row l those of example l, or of unit_L[l].
+
+    Examples of a user can cancel, and so can positions of a sequence, or features that share a
+    table. In a clipped sum their terms are still added one by one, and leave errors of their own
+    size. A norm of at least sqrt(eps) sum_l ||v_l|| keeps every clipped term below C / sqrt(eps),
+    and so its rounding, and that of a number that is added while it stands, below sqrt(eps) C.
+    Terms of a unit are added side by side: little else is. Norms that do not cancel to that degree
+    stay as they are.
+
+    For the sum of norms stands the root of (number of terms) * (sum of squares), which is at least
+    that. Zeros are not counted: sequences are padded to the longest of the batch, and an example's
+    norm must not depend on another's length. eps is float32's, and sums that may cancel are made
+    in float64, so that their squares lose 1e-9 of this bound and not as much as the bound itself.
     """
-    terms_B = torch.bincount(unit_L, minlength=len(squares_B))
-    total_B = torch.zeros_like(squares_B).index_add_(0, unit_L, term_squares_L)
-    return squares_B.maximum(total_B * terms_B * torch.finfo(squares_B.dtype).eps)
+    total_L, count_L = terms_LT.sum(1), terms_LT.count_nonzero(1).to(terms_LT.dtype)
+    if unit_L is not None:
+        total_L, count_L = (
+            torch.zeros_like(squares_B).index_add_(0, unit_L, value) for value in (total_L, count_L)
+        )
+    return squares_B.maximum(total_L * count_L * ROUNDING)

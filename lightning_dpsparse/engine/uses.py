@@ -10,24 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_dpsparse.engine.norms import not_below_rounding, row_square_norms
+from lightning_dpsparse.engine.norms import row_square_norms
+from lightning_dpsparse.engine.products import Positions, outer_sum, position_norms
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
-
-
-class Positions(NamedTuple):
-    """The factors of every example's gradient on a weight, sum_t g_bt a_bt^T."""
-
-    inputs: Tensor
-    """a, (B, T, I)."""
-    gradient: Tensor
-    """g, (B, T, O)."""
 
 
 @dataclass
@@ -75,7 +67,7 @@ class Product(Use):
     """`F.linear`: example b has sum_t g_bt a_bt^T on the weight and sum_t g_bt on the bias."""
 
     inputs: Tensor | None = None
-    _square_gradient: Tensor | None = None
+    _norm_B: Tensor | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -83,33 +75,34 @@ class Product(Use):
         return self.inputs is not None and self.inputs.dim() == 2
 
     def flat_square_norm(self, *, of_bias: bool) -> Tensor:
-        """||g||^2 for the bias, ||g||^2 ||a||^2 for the weight."""
-        assert self.inputs is not None
-        assert self.gradient is not None
-        if self._square_gradient is None:  # weight and bias ask alike
-            self._square_gradient = torch.linalg.vector_norm(self.gradient, dim=1).square_()
-        if of_bias:
-            return self._square_gradient
-        return torch.linalg.vector_norm(self.inputs, dim=1).square_().mul_(self._square_gradient)
+        """||g||^2 for the bias, (||g|| ||a||)^2 for the weight.
 
-    def weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
-        """sum_b f_b sum_t g_bt a_bt^T, or without a_bt for the bias, into `out`."""
+        Too large a norm of either is infinite, and the example counts nothing. Gradients below
+        3e-23 square to zero: what is not seen of n of them, with the largest inputs that pass, is
+        at most 5e-4 sqrt(n).
+        """
         assert self.inputs is not None
         assert self.gradient is not None
-        if self.is_flat:
-            f_R, a_RI, g_RO = factors_B, self.inputs, self.gradient
-        else:
-            a_RI, g_RO, f_R = by_position(self.positions(), factors_B)
+        if self._norm_B is None:  # weight and bias ask alike
+            self._norm_B = torch.linalg.vector_norm(self.gradient, dim=1)
         if of_bias:
-            return torch.mv(g_RO.to(out.dtype).t(), f_R.to(out.dtype), out=out)
-        outer_sum(a_RI, g_RO, f_R, out=out.flatten(1))
+            return self._norm_B.square()
+        return torch.linalg.vector_norm(self.inputs, dim=1).mul_(self._norm_B).square_()
+
+    def flat_weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
+        """sum_b f_b g_b a_b^T, or without a_b for the bias, into `out`."""
+        assert self.inputs is not None
+        assert self.gradient is not None
+        if of_bias:
+            return torch.mv(self.gradient.to(out.dtype).t(), factors_B.to(out.dtype), out=out)
+        outer_sum(self.inputs, self.gradient, factors_B, out=out)
         return out
 
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
         assert self.inputs is not None
         self.inputs = _without(self.inputs, bad_B)
-        self._square_gradient = None
+        self._norm_B = None
 
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
@@ -117,8 +110,12 @@ class Product(Use):
 
     def positions(self) -> Positions:
         assert self.inputs is not None
+        return Positions(_positions(self.inputs), self.gradients())
+
+    def gradients(self) -> Tensor:
+        """g, (B, T, O)."""
         assert self.gradient is not None
-        return Positions(_positions(self.inputs), _positions(self.gradient))
+        return _positions(self.gradient)
 
 
 @dataclass
@@ -141,10 +138,13 @@ class Convolution(Product):
 
     def positions(self) -> Positions:
         assert self.inputs is not None
-        assert self.gradient is not None
         padded = F.pad(self.inputs, self.borders)
         patches = F.unfold(padded, self.kernel, dilation=self.dilation, stride=self.stride)
-        return Positions(patches.mT, self.gradient.flatten(2).mT)
+        return Positions(patches.mT, self.gradients())
+
+    def gradients(self) -> Tensor:
+        assert self.gradient is not None
+        return self.gradient.flatten(2).mT
 
 
 @dataclass
@@ -182,14 +182,14 @@ class Normalised(Use):
         assert self.inputs is not None
         return [self.inputs.shape[0] if self.inputs.dim() > len(self.shape) else -1]
 
-    def per_example(self, *, scale: bool) -> Tensor:
-        """(B, numbers in the parameter)."""
+    def terms(self, *, scale: bool) -> Tensor:
+        """(B, T, numbers in the parameter)."""
         assert self.inputs is not None
         assert self.gradient is not None
         value = self.gradient
         if scale:
             value = value * F.layer_norm(self.inputs, self.shape, eps=self.eps)
-        return _positions(value.flatten(-len(self.shape))).sum(1)
+        return _positions(value.flatten(-len(self.shape)))
 
 
 @dataclass
@@ -213,7 +213,12 @@ class General(Use):
         assert self.run is not None
         assert self.parameter is not None
         assert self.gradient is not None
-        run, parameter = self.run, self.parameter
+        run = self.run
+        # What it adds up may cancel, in an order that may depend on how long others are.
+        parameter, gradient, *inputs = (
+            value.double() if value.is_floating_point() else value
+            for value in (self.parameter, self.gradient, *self.inputs)
+        )
 
         def of_one(gradient: Tensor, *inputs: Tensor) -> Tensor:
             pull = torch.func.vjp(lambda p: run(p, [x[None] for x in inputs]), parameter)[1]
@@ -221,11 +226,16 @@ class General(Use):
             return result
 
         try:
-            each: Tensor = torch.func.vmap(of_one)(self.gradient, *self.inputs)
+            each: Tensor = torch.func.vmap(of_one)(gradient, *inputs)
         except (RuntimeError, ValueError) as error:
             raise ValueError(self._message("cannot be run one example at a time")) from error
-        pull = torch.func.vjp(lambda p: run(p, list(self.inputs)), parameter)[1]
-        if not torch.allclose(each.sum(0), pull(self.gradient)[0], rtol=1e-3, atol=1e-5):
+        # With gradients of one size: the rounding of a large one looks like mixing, or hides it.
+        norms_B = torch.linalg.vector_norm(gradient.unsqueeze(-1).flatten(1), dim=1)
+        size_B = norms_B.clamp_min(torch.finfo(norms_B.dtype).tiny)
+        pull = torch.func.vjp(lambda p: run(p, inputs), parameter)[1]
+        total = pull(_over(gradient, size_B))[0]
+        expected = _over(each, size_B).sum(0)
+        if not torch.allclose(expected, total, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise ValueError(self._message("mixes the examples of a batch"))
         return each.flatten(1)
 
@@ -240,105 +250,41 @@ def operation_name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def weighted_sum(role: str, use: Use, factors_B: Tensor, out: Tensor) -> Tensor:
-    """sum_b f_b g_b of one use, into `out`."""
-    if isinstance(use, Product):
-        return use.weighted_sum(factors_B, out, of_bias=role == "bias")
-    if role == "rows" and isinstance(use, Rows):
-        ids, g = use.pairs()
-        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
-        return out.zero_().index_add_(0, ids.flatten(), scaled)
-    return out.copy_((factors_B @ per_example(role, use, out)).view_as(out))
+def built(uses: list[tuple[str, Use]], parameter: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Every example's gradient, (B, numbers), and what it is a sum of: see `_built`."""
+    each = [_built(role, use, parameter) for role, use in uses]
+    total = sum(gradient for gradient, _ in each)
+    assert isinstance(total, Tensor)
+    return total.to(parameter.dtype), [terms for _, terms in each]
 
 
-def per_example(role: str, use: Use, parameter: Tensor) -> Tensor:
-    """Per-example gradients (B, numbers), for parameters small enough."""
-    if isinstance(use, Normalised):
-        return use.per_example(scale=role == "scale")
-    if isinstance(use, General):
-        return use.per_example()
-    if isinstance(use, Product):
-        a, g = use.positions()
-        return g.sum(1) if role == "bias" else torch.einsum("bto,bti->boi", g, a).flatten(1)
-    assert isinstance(use, Rows)
-    ids, g = use.pairs()
-    each = g.new_zeros(ids.shape[0], *parameter.shape)
-    examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
-    return each.index_put_((examples, ids), g, accumulate=True).flatten(1)
+def _built(role: str, use: Use, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for one use, with terms (B, T, numbers), or (B, T, 1) of their norms.
 
-
-def by_position(positions: Positions, factors_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """a (R, I), g (R, O), and the factor of every position's example, (R,)."""
-    a, g = positions
-    return a.flatten(0, 1), g.flatten(0, 1), factors_B.repeat_interleave(a.shape[1])
-
-
-def outer_sum(a_RI: Tensor, g_RO: Tensor, f_R: Tensor, out: Tensor) -> None:
-    """sum_r f_r g_r a_r^T, into `out`, (O, I)."""
-    f_R, a_RI, g_RO = (
-        value if value.dtype == out.dtype else value.to(out.dtype) for value in (f_R, a_RI, g_RO)
-    )
-    # Either factor may carry f: the narrower is the smaller copy, gone before the next layer's.
-    if out.shape[0] <= out.shape[1]:
-        torch.mm((g_RO * f_R.unsqueeze(1)).t(), a_RI, out=out)
-    else:  # the wide result is the quicker product (twice as quick for a layer of few inputs)
-        out.copy_(torch.mm((a_RI * f_R.unsqueeze(1)).t(), g_RO).t())
-
-
-def weight_square_norm(positions: Positions, leader_B: Tensor | None) -> Tensor:
-    """|| sum_t g_t a_t^T ||^2 of every example, or of every unit at its leader."""
-    a, g = positions
-    if leader_B is not None:
-        return unit_square_norm(a, g, leader_B)
-    return outer_square_norm(a, g)
-
-
-def outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
-    """|| sum_t g_t a_t^T ||^2 for every example, from (B, T, I) and (B, T, O).
-
-    Positions may cancel: not below what rounding may hide, as in `not_below_rounding`.
+    Positions may cancel: they are added in float64.
     """
-    positions = a.shape[1]
-    if positions == 1:
-        norms = (torch.linalg.vector_norm(factor, dim=(1, 2)) for factor in (a, g))
-        return (next(norms) * next(norms)).square_()
-    if positions * positions <= a.shape[2] * g.shape[2]:  # the T x T Gram matrices are smaller
-        squares_B = ((a @ a.mT) * (g @ g.mT)).sum((1, 2))
-    else:
-        squares_B = torch.einsum("bto,bti->boi", g, a).square().sum((1, 2))
-    return not_below_positions(squares_B, a.square().sum(2) * g.square().sum(2))
-
-
-def not_below_positions(squares_B: Tensor, terms_BT: Tensor) -> Tensor:
-    """`not_below_rounding` where the terms of an example are its positions."""
-    least_B = terms_BT.sum(1) * terms_BT.shape[1] * torch.finfo(terms_BT.dtype).eps
-    return squares_B.maximum(least_B)
-
-
-def unit_square_norm(
-    a: Tensor,
-    g: Tensor,
-    leader_B: Tensor,
-    square_norm: Callable[[Tensor, Tensor], Tensor] = outer_square_norm,
-) -> Tensor:
-    """The same for units: the examples of one are positions of a longer example."""
-    squares_B = g.new_zeros(len(g))
-    first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
-    for size in size_U.unique().tolist():
-        leaders = first_U[size_U == size]
-        members = leaders[:, None] + torch.arange(size, device=leaders.device)
-        squares_B[leaders] = square_norm(a[members].flatten(1, 2), g[members].flatten(1, 2))
-    each_R = square_norm(a.flatten(0, 1)[:, None], g.flatten(0, 1)[:, None])
-    terms_BT = each_R.view(a.shape[:2])
-    units_BT = leader_B[:, None].expand_as(terms_BT)
-    return not_below_rounding(squares_B, units_BT.flatten(), terms_BT.flatten())
+    if isinstance(use, General):
+        each = use.per_example()
+        return each, each[:, None]
+    if isinstance(use, Rows):
+        ids, g = use.pairs()
+        each = g.new_zeros(ids.shape[0], *parameter.shape, dtype=torch.float64)
+        examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
+        return each.index_put_((examples, ids), g.double(), accumulate=True).flatten(1), g
+    if isinstance(use, Product) and role == "weight":
+        a, g = use.positions()
+        each = torch.einsum("bto,bti->boi", g.double(), a.double())
+        return each.flatten(1), position_norms(a, g)[:, :, None]
+    assert isinstance(use, (Product, Normalised))
+    terms = use.gradients() if isinstance(use, Product) else use.terms(scale=role == "scale")
+    return terms[:, 0] if terms.shape[1] == 1 else terms.sum(1, dtype=torch.float64), terms
 
 
 def rows_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | None) -> Tensor:
     """Positions of a unit that read one row add up before they are squared."""
     units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
     key_L = (units_B[:, None] * num_rows + ids).flatten()
-    return row_square_norms(key_L, g.flatten(0, 1), num_rows, len(ids), may_cancel=True)
+    return row_square_norms(key_L, g.flatten(0, 1), num_rows, len(ids))
 
 
 class _Source(torch.autograd.Function):
@@ -360,7 +306,16 @@ _WANTED = torch.empty(0, requires_grad=True)
 
 
 def _without(value: Tensor, bad_B: Tensor) -> Tensor:
-    return torch.where(bad_B.view(-1, *[1] * (value.dim() - 1)), 0.0, value)
+    return torch.where(_beside(bad_B, value), 0.0, value)
+
+
+def _over(value: Tensor, size_B: Tensor) -> Tensor:
+    return value / _beside(size_B, value)
+
+
+def _beside(each_B: Tensor, value: Tensor) -> Tensor:
+    """One to an example, in as many dimensions as `value`."""
+    return each_B.view(-1, *[1] * (value.dim() - 1))
 
 
 def _positions(value: Tensor) -> Tensor:

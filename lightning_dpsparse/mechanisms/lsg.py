@@ -6,20 +6,26 @@ L and R: rank * (outputs + inputs) numbers instead of outputs * inputs, each wit
 References: Yu et al. 2021, RGP (arXiv:2106.09352); Ito et al. 2022, LSG (arXiv:2207.02699). Read
 with these corrections: L and R of all layers are clipped together and with the tables, so that a
 step is one Gaussian, not two for every layer; units that do *not* matter are frozen; W is the one
-before the step. The papers write W with inputs first; here, as in PyTorch, outputs come first, and
-without noise equation 3 is the same either way.
+before the step. The papers write W with inputs first; here, as in PyTorch, outputs come first.
+Equation 3 is the same either way as long as there is no noise and nothing is frozen; otherwise its
+last term is made of dL here, and of dR there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.dense import Form, OnLayers
-from lightning_dpsparse.engine.uses import Positions, by_position, outer_sum, weight_square_norm
+from lightning_dpsparse.engine.products import (
+    Positions,
+    by_position,
+    outer_square_norm,
+    outer_sum,
+    weight_square_norm,
+)
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
@@ -135,20 +141,15 @@ class LowRank(Form):
         self.size = sum(self._sizes)
 
     def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        a_BTI, g_BTO = positions
-        left = Positions(a_BTI @ self.right_KI.mT, _masked(g_BTO, self.live_N))
-        right = Positions(_masked(a_BTI, self.live_M), g_BTO @ self.left_OK)
-        return weight_square_norm(left, leader_B) + weight_square_norm(right, leader_B)
+        return weight_square_norm(positions, leader_B, self._square_norm)
 
-    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
-        out.zero_()
+    def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
         left_OK, right_KI = torch.empty_like(self.left_OK), torch.empty_like(self.right_KI)
-        for positions in uses:
-            a_RI, g_RO, f_R = by_position(positions, factors_B)
-            outer_sum(a_RI @ self.right_KI.mT, g_RO, f_R, out=left_OK)
-            outer_sum(a_RI, g_RO @ self.left_OK, f_R, out=right_KI)
-            for total, part in zip(self._split(out), self._live_of(left_OK, right_KI)):
-                total += part
+        a_RI, g_RO, f_R = by_position(positions, factors_B)
+        outer_sum(a_RI @ self.right_KI.mT, g_RO, f_R, out=left_OK)
+        outer_sum(a_RI, g_RO @ self.left_OK, f_R, out=right_KI)
+        for piece, part in zip(self._split(out), self._live_of(left_OK, right_KI)):
+            piece.copy_(part)
 
     def rebuild(self, released: Tensor) -> Tensor:
         """dW = dL R + L dR - L L^T dL R (equation 3), with zeros for what is frozen."""
@@ -159,6 +160,11 @@ class LowRank(Form):
             right_KI = torch.zeros_like(self.right_KI).index_copy_(1, self.live_M, right_KI)
         outside_OK = left_OK - self.left_OK @ (self.left_OK.mT @ left_OK)
         return outside_OK @ self.right_KI + self.left_OK @ right_KI
+
+    def _square_norm(self, a_BTI: Tensor, g_BTO: Tensor) -> Tensor:
+        left_OK, right_KI = self.left_OK.to(g_BTO.dtype), self.right_KI.to(a_BTI.dtype)
+        left = outer_square_norm(a_BTI @ right_KI.mT, _masked(g_BTO, self.live_N))
+        return left + outer_square_norm(_masked(a_BTI, self.live_M), g_BTO @ left_OK)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Live rows of dL, and live columns of dR."""

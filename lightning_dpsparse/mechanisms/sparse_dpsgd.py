@@ -5,19 +5,17 @@ The baseline of the LSG paper (arXiv:2207.02699) that has sparsity and no low ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.dense import Form, OnLayers
-from lightning_dpsparse.engine.uses import (
+from lightning_dpsparse.engine.products import (
     Positions,
     by_position,
-    not_below_positions,
     outer_sum,
-    unit_square_norm,
+    weight_square_norm,
 )
 from lightning_dpsparse.mechanisms.lsg import check_sparsity, most_important
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -68,17 +66,12 @@ class Masked(Form):
         self.size = self._live_M.numel()
 
     def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        a, g = positions
-        if leader_B is not None:
-            return unit_square_norm(a, g, leader_B, self._square_norm)
-        return self._square_norm(a, g)
+        return weight_square_norm(positions, leader_B, self._square_norm)
 
-    def weighted_sum(self, uses: Sequence[Positions], factors_B: Tensor, out: Tensor) -> None:
-        out.zero_()
+    def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
         sum_OI = torch.empty_like(self._is_live_OI, dtype=out.dtype)
-        for positions in uses:
-            outer_sum(*by_position(positions, factors_B), out=sum_OI)
-            out += sum_OI.flatten()[self._live_M]
+        outer_sum(*by_position(positions, factors_B), out=sum_OI)
+        torch.index_select(sum_OI.flatten(), 0, self._live_M, out=out)
 
     def rebuild(self, released: Tensor) -> Tensor:
         whole = released.new_zeros(self._is_live_OI.numel())
@@ -90,12 +83,22 @@ class Masked(Form):
         With one position that is (g^2)^T live a^2. With more, gradients are built, of a few
         examples at a time.
         """
-        terms_BT = ((g.square() @ self._is_live_OI) * a.square()).sum(2)
+        live_OI = self._is_live_OI.to(g.dtype)
         if a.shape[1] == 1:
-            return terms_BT.squeeze(1)
-        at_once = max(1, _MOST_NUMBERS // self._is_live_OI.numel())
+            # Squares of the factors may be out of range where the product's is not.
+            a, largest_a = _scaled(a)
+            g, largest_g = _scaled(g)
+            norms_B = ((g.square() @ live_OI) * a.square()).sum((1, 2)).sqrt_()
+            return (norms_B * largest_a * largest_g).square_()
+        at_once = max(1, _MOST_NUMBERS // live_OI.numel())
         squares = [
-            (torch.einsum("bto,bti->boi", g_few, a_few).square_() * self._is_live_OI).sum((1, 2))
+            (torch.einsum("bto,bti->boi", g_few, a_few).square_() * live_OI).sum((1, 2))
             for a_few, g_few in zip(a.split(at_once), g.split(at_once))
         ]
-        return not_below_positions(torch.cat(squares), terms_BT)
+        return torch.cat(squares)
+
+
+def _scaled(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Every example over its largest number, and that number, (B,)."""
+    largest_B = value.abs().amax((1, 2)).clamp_min(torch.finfo(value.dtype).tiny)
+    return value / largest_B[:, None, None], largest_B

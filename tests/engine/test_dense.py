@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_dpsparse import LSG, RGP, SparseDPSGD
 from lightning_dpsparse.engine.dense import DenseForms
@@ -50,6 +51,15 @@ def test_layers_are_chosen_by_name(given: dict[str, Any], expected: list[str]) -
 def test_patterns_that_match_nothing_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
         RGP(1, **given).layers_of(Named())
+
+
+def test_weights_that_are_computed_are_left_as_they_are() -> None:
+    model = nn.Sequential(weight_norm(nn.Linear(9, 9)), nn.Linear(9, 9), nn.Linear(9, 1))
+    parameters = dict(model.named_parameters())
+    forms = DenseForms(RGP(1), model, parameters).at(0, FastNoise(RunKey.fixed(0)))
+    assert list(forms) == ["1.weight"]
+    with pytest.raises(ValueError, match=r"named '0', found \['1', '2'\]"):
+        RGP(1, layers="0").layers_of(model)
 
 
 def test_a_weight_that_is_an_embedding_too_is_refused() -> None:

@@ -16,7 +16,7 @@ from torchrec.modules.crossnet import (
 )
 
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.uses import outer_square_norm
+from lightning_dpsparse.engine.products import Positions, weight_square_norm
 
 B = 5
 
@@ -277,4 +277,4 @@ def test_positions_that_cancel_are_not_taken_for_nothing(width: int) -> None:
     g[0, 1] = -1.0
     exact = torch.einsum("bto,bti->boi", g.double(), a.double()).square().sum()
     assert exact == width
-    assert outer_square_norm(a, g).double() >= exact
+    assert weight_square_norm(Positions(a, g), None).double() >= exact

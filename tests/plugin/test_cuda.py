@@ -19,7 +19,7 @@ from lightning_dpsparse import (
     PrivacyPlan,
     SparseDPSGD,
 )
-from lightning_dpsparse.engine.uses import Positions
+from lightning_dpsparse.engine.products import Positions
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import RowNoise
 from lightning_dpsparse.sharded.fused import kernel_steps
@@ -104,7 +104,7 @@ def test_dense_forms_on_a_gpu_are_those_of_the_cpu(dense: Any, places: int) -> N
         form = dense.form("w", weight.to(device), 1, RowNoise(RunKey.fixed(0)), 0)
         positions = Positions(inputs.to(device), gradient.to(device))
         out = torch.empty(form.size, device=device)
-        form.weighted_sum([positions], factors.to(device), out)
+        form.weighted_sum(positions, factors.to(device), out)
         norms = form.square_norms(positions, None)
         found.append([value.cpu() for value in (norms, form.rebuild(out))])
     for one, two in zip(*found):
