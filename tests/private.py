@@ -145,10 +145,12 @@ def naive(
     factors: Any = None,
     noisy: PrivacyPlan | None = None,
     dense_forms: Any = None,
+    pieces: int = 1,
 ) -> dict[str, Tensor]:
     """Per-example gradients by autograd, clipped one by one, in float64.
 
-    `dense_forms(model, step)` gives a naive form for some of the parameters, by name.
+    `dense_forms(model, step)` gives a naive form for some of the parameters, by name. Tables are in
+    `pieces` by columns.
     """
     model = Reference(start, mean=mean).double()
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
@@ -180,7 +182,7 @@ def naive(
         dense.step()
         with torch.no_grad():
             for name, bag in model.bags.items():
-                update(bag.weight, state[name], optimizer, 1.0)
+                update(bag.weight, state[name], optimizer, 1.0, pieces)
     return model.weights()
 
 
