@@ -40,6 +40,15 @@ SEQUENCES = ("t0", "t1", "t2", "t3")
 """All tables in an EmbeddingCollection, where they have one width."""
 SEQUENCE_WIDTH = 8
 BAGS_OR_SEQUENCES = pytest.mark.parametrize("sequences", [(), SEQUENCES], ids=["bags", "sequences"])
+
+
+def name_of(value: Any) -> str:
+    """Of a parameter, for the test's name."""
+    if isinstance(value, tuple):
+        return "sequences" if value else "bags"
+    return str(getattr(value, "kind", value))
+
+
 FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
 NUM_COUNTS = 3
 _SCRATCH = tempfile.TemporaryDirectory()

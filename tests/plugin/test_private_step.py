@@ -12,19 +12,19 @@ from lightning_dpsparse import DPSGD, EANA, AdaFEST, Placement, PrivacyPlan, Tab
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from lightning_dpsparse.sharded.fused import kernel_steps
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import ADAGRAD, SIZES, Batches, automatic, grouped, naive, plan, run
+from tests.private import (
+    ADAGRAD,
+    SIZES,
+    Batches,
+    automatic,
+    grouped,
+    naive,
+    plan,
+    run,
+    tolerance_of,
+)
 from tests.ranks import Ranks
-from tests.small import BAGS_OR_SEQUENCES, SEQUENCES, Recording, make_trainer
-
-
-def tolerance_of(optimizer: Any) -> float:
-    return 1e-6 if optimizer is SGD else 1e-5
-
-
-def name_of(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "sequences" if value else "bags"
-    return str(getattr(value, "kind", value))
+from tests.small import BAGS_OR_SEQUENCES, SEQUENCES, Recording, make_trainer, name_of
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
