@@ -68,12 +68,15 @@ def test_a_batch_cut_into_parts_is_the_naive_step(
 
 
 @pytest.mark.parametrize("mechanism", [EANA(), AdaFEST(threshold=0.1)], ids=["eana", "adafest"])
-def test_a_rank_without_tables_takes_part(two_ranks: Ranks, mechanism: Any) -> None:
+@BAGS_OR_SEQUENCES
+def test_a_rank_without_tables_takes_part(
+    two_ranks: Ranks, mechanism: Any, sequences: tuple[str, ...]
+) -> None:
     """With a threshold that every row passes, AdaFEST is the same step."""
     first = TablePlacement(kind="table_wise", ranks=[0])
     placement = Placement(tables=dict.fromkeys(("t0", "t1", "t2", "t3"), first))
     private = plan(mechanism=mechanism)
-    start, end = run(two_ranks, SIZES["uneven"], placement, SGD, private)
+    start, end = run(two_ranks, SIZES["uneven"], placement, SGD, private, sequences=sequences)
     assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5), 1e-6)
 
 
