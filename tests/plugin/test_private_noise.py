@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -152,12 +153,15 @@ def test_eana_moves_only_rows_that_were_read(one_rank: Ranks) -> None:
     assert torch.equal(moved, read)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
+@pytest.mark.parametrize(
+    ("optimizer", "sequences"),
+    [(SGD, ()), *product([ADAGRAD, ROWWISE], [(), SEQUENCES])],
+    ids=name_of,
+)
 @pytest.mark.parametrize(
     "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
 )
 @pytest.mark.parametrize("name", ["table_wise", "row_wise"])
-@BAGS_OR_SEQUENCES
 def test_the_optimizer_sees_sum_and_noise_as_one_gradient(
     two_ranks: Ranks, optimizer: Any, mechanism: Any, name: str, sequences: tuple[str, ...]
 ) -> None:

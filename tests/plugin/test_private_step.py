@@ -7,6 +7,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, Placement, PrivacyPlan, TablePlacement
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
@@ -150,13 +152,23 @@ def test_infinite_clip_and_zero_noise_is_plain_training(
     assert_close(private, {key: plain[key] for key in start}, tolerance_of(optimizer))
 
 
+def without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values()[:0],
+        lengths=torch.zeros_like(features.lengths()),
+        stride=features.stride(),
+    )
+
+
 def count_steps(privacy: Any, most: int | None, sequences: tuple[str, ...]) -> int:
-    """Validation reads the tables after every step."""
-    module = Recording(sequences=sequences)
+    """Validation reads the tables after every step; in the second one no example has an id."""
+    module, batches = Recording(sequences=sequences), Batches(SIZES["even"], None)
+    batches.batches[1].sparse_features = without_ids(batches.batches[1].sparse_features)
     trainer = make_trainer(
         1, Placement(), ROWWISE, privacy=privacy, max_physical_batch=most, val_check_interval=1
     )
-    trainer.fit(module, Batches(SIZES["even"], None), Batches([[2]], None))
+    trainer.fit(module, batches, Batches([[2]], None))
     return kernel_steps(module)
 
 
