@@ -45,13 +45,13 @@ def two_ranks() -> Iterator[Ranks]:
     yield from _ranks(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Two hosts of two ranks."""
     yield from _ranks(4, per_host=2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_hosts() -> Iterator[Ranks]:
     """Two ranks that believe to be alone on their host."""
     yield from _ranks(2, per_host=1)

@@ -37,8 +37,10 @@ class Marked(Bags):
 class Watching(SmallModule):
     """Keeps what each step drew, and can fail or die in one of them."""
 
-    def __init__(self, fail_at: int | None = None, die_at: int | None = None) -> None:
-        super().__init__(lr=0.01)
+    def __init__(
+        self, fail_at: int | None = None, die_at: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(lr=0.01, **kwargs)
         self.fail_at, self.die_at = fail_at, die_at
         self.drawn: list[list[int]] = []
         self.epsilons: list[float] = []

@@ -102,6 +102,17 @@ def rows_read(
     return found
 
 
+def rows_of_unit(examples: Sequence[Any]) -> set[tuple[str, int]]:
+    """(table, row) of all that some examples of the small model read."""
+    return {
+        (name, row)
+        for example in examples
+        for name, _, _, features in small.TABLES
+        for feature in features
+        for row in example[1][feature].tolist()
+    }
+
+
 def naive_map(rows: Sequence[set[Any]], clip_norm: float) -> dict[Any, float]:
     """sum_b clip(v_b, C1), on rows that somebody read."""
     total: dict[Any, float] = {}
@@ -185,14 +196,7 @@ def naive_selecting(
             position += size
         # 1. The map: every unit counts once for every selected row that it reads, in any table.
         readers = [
-            {
-                (name, row)
-                for example in group
-                for name, _, _, features in small.TABLES
-                for feature in features
-                for row in example[1][feature].tolist()
-                if selected[name][row]
-            }
+            {(name, row) for name, row in rows_of_unit(group) if selected[name][row]}
             for group in groups
         ]
         keep = keep_rows(plan, readers, selected, step, model.paths)

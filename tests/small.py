@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -38,6 +39,16 @@ TABLES = [
 SEQUENCES = ("t0", "t1", "t2", "t3")
 """All tables in an EmbeddingCollection, where they have one width."""
 SEQUENCE_WIDTH = 8
+BAGS_OR_SEQUENCES = pytest.mark.parametrize("sequences", [(), SEQUENCES], ids=["bags", "sequences"])
+
+
+def name_of(value: Any) -> str:
+    """Of a parameter, for the test's name."""
+    if isinstance(value, tuple):
+        return "sequences" if value else "bags"
+    return str(getattr(value, "kind", value))
+
+
 FEATURES = {"f0": 40, "f1": 40, "f2": 30, "f3": 21}
 NUM_COUNTS = 3
 _SCRATCH = tempfile.TemporaryDirectory()

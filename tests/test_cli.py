@@ -198,6 +198,65 @@ def test_a_recipe_fits_validates_tests_and_predicts(one_rank: Ranks, tmp_path: P
     assert "val_auroc" in next(tmp_path.glob("**/metrics.csv")).read_text()
 
 
+PRIVACY = "--trainer.strategy.init_args.privacy"
+TINY = {
+    "dlrm": [
+        *SMALL,
+        "--model.init_args.over_arch=[32,16,1]",  # wide enough for factors of rank 8
+        f"{PRIVACY}.dense.init_args.warmup=1",
+    ],
+    "sasrec": [
+        "--data.init_args.num_users=40",
+        "--data.init_args.num_items=50",
+        "--model.init_args.num_items=50",
+        "--data.init_args.watches_per_user=10",
+        "--data.init_args.batch_size=64",
+        "--model.init_args.embedding_dim=8",
+    ],
+}
+
+
+def fit_recipe(args: list[str]) -> dict[str, Any]:
+    """Runs inside a rank: the command `fit`, and what it did."""
+    cli = RecipeCLI(args=["fit", *args])
+    strategy, metrics = cli.trainer.strategy, cli.trainer.callback_metrics
+    return {
+        "ran": strategy.private_run.facts()["ran"],
+        "layers": list(strategy.privacy.dense.layers_of(cli.model)),
+        "rows_updated": float(metrics.get("rows_updated", -1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism", "few", "dense"),
+    [
+        ("dlrm_lsg", "LazyDP", None, "LSG"),
+        ("dlrm_adafest_lsg", "AdaFEST", "half_survival=15", "LSG"),
+        ("sasrec_synthetic_adafest", "AdaFEST", "threshold=3", "DenseGaussian"),
+    ],
+)
+def test_a_recipe_takes_two_private_steps(
+    one_rank: Ranks, tmp_path: Path, name: str, mechanism: str, few: str | None, dense: str
+) -> None:
+    """On tiny data. Where rows are chosen, `few` says by how few readers."""
+    args = [
+        *(f"--config={ROOT / 'recipes' / name}.yaml", *TINY[name.split("_")[0]]),
+        f"{PRIVACY}.noise_multiplier=1.0",  # to calibrate it for epsilon would take long
+        *("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
+        *("--trainer.val_check_interval=1.0", "--trainer.log_every_n_steps=1"),
+        f"--trainer.logger.init_args.save_dir={tmp_path}",
+    ]
+    if few is not None:
+        args.append(f"{PRIVACY}.mechanism.init_args.{few}")
+    [found] = one_rank.run(fit_recipe, args)
+    assert found["ran"]["steps"] == 2
+    assert (found["ran"]["mechanism"], found["ran"]["dense"]) == (mechanism, dense)
+    assert (found["rows_updated"] > 0) is (few is not None)
+    # All layers of the over-arch but the last.
+    over_arch = [f"net.over_arch.model.0._mlp.{i}._linear" for i in range(2)]
+    assert found["layers"] == (over_arch if dense == "LSG" else [])
+
+
 def test_a_saved_recipe_names_its_mechanism(tmp_path: Path) -> None:
     """A config that is run again must not become another mechanism."""
     recipe = str(ROOT / "recipes" / "dlrm_dpsgd.yaml")

@@ -27,7 +27,7 @@ from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.sharded.collections import table_configs, weight_path
 from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
 from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
-from lightning_dpsparse.sharded.update import apply_to_rows
+from lightning_dpsparse.sharded.update import apply_to_rows, set_steps
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all
 
@@ -129,6 +129,8 @@ class Seam(nn.Module):
         self.debts: dict[Any, KernelDebts] = {}
         """What rows of each kernel owe, where noise is deferred."""
         self._steps_before = [0] * len(self._lookups)
+        self._counted: dict[Any, int] = {}
+        """Steps that each kernel had counted before the read that is under way."""
         self._bags: dict[Any, Bags] = {}
         self._selected: dict[Any, Tensor] = {}
         self._map_ids: OneRowForOthers | None = None
@@ -223,6 +225,7 @@ class Seam(nn.Module):
         layout = kernel_layout(kernel)
 
         def hook(module: nn.Module, args: tuple[KeyedJaggedTensor]) -> None:
+            self._counted[kernel] = int(kernel.emb_module.iter_cpu.item())
             debts = self.debts.get(kernel)
             if debts is None and not self._is_private_read:
                 return
@@ -247,6 +250,7 @@ class Seam(nn.Module):
         def hook(
             module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
         ) -> Tensor | None:
+            self._correct_count(index, kernel)
             if not self._is_private_read:
                 return None
             if any(read.kernel is kernel for read in self.reads):
@@ -275,6 +279,16 @@ class Seam(nn.Module):
             return leaf
 
         return hook
+
+    def _correct_count(self, index: int, kernel: Any) -> None:
+        """FBGEMM counts every read as a step of the optimizer: evaluation's, and a step's parts."""
+        tbe, before = kernel.emb_module, self._counted.pop(kernel)
+        if int(tbe.iter_cpu.item()) == before:  # an optimizer that does not count
+            return
+        if self._is_private_read:
+            set_steps(tbe, self._steps_before[index] + 1)
+        elif not (self.training and torch.is_grad_enabled()):
+            set_steps(tbe, before)
 
     def _kernels(self) -> Iterator[tuple[Any, tuple[TablePiece, ...]]]:
         """Every kernel of this rank, with the pieces of tables that it holds."""

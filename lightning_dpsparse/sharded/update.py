@@ -59,12 +59,16 @@ def apply_to_rows(
     else:  # every lookup has a row of its own
         gradient_out = torch.cat([gradient.values_UD for gradient in in_order])
     offsets = torch.nn.functional.pad(lengths_FK.flatten().cumsum(0), (1, 0))
-    # Every forward pass counts a step, the training step's own too. Adam must see one.
-    tbe.iter_cpu.fill_(steps_before)
-    tbe.iter.fill_(steps_before)
+    set_steps(tbe, steps_before)  # the forward pass that follows counts this one
     with torch.enable_grad():
         output = tbe(torch.cat([gradient.rows_U for gradient in in_order]), offsets)
     output.backward(gradient_out)
+
+
+def set_steps(tbe: Any, steps: int) -> None:
+    """Correct what the kernel has counted: every forward pass, where Adam must see one a step."""
+    tbe.iter_cpu.fill_(steps)
+    tbe.iter.fill_(steps)
 
 
 @torch.no_grad()

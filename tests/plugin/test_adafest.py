@@ -1,8 +1,8 @@
-"""Steps of DP-AdaFEST, DP-FEST and DP-AdaFEST+ equal a naive loop; noise goes where it must."""
+"""Steps of DP-AdaFEST, DP-FEST and DP-AdaFEST+ equal a naive loop."""
 
 from __future__ import annotations
 
-import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,15 @@ from lightning_dpsparse import (
     AdaFEST,
     AdaFESTPlus,
     Placement,
-    PrivacyPlan,
     PublicFrequencies,
     Selection,
 )
-from lightning_dpsparse.mechanisms.adafest import survival
-from tests.plugin.test_private_noise import assert_variance, record_noise
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import ADAGRAD, EXPECTED, SIZES, plan, run
+from tests.private import ADAGRAD, SIZES, plan, run, tolerance_of
 from tests.ranks import Ranks
 from tests.selecting import Expected, naive_selecting
 from tests.sharded.test_units import UNITS, run_users
-from tests.small import SEQUENCES, TABLES, assemble, paths
+from tests.small import SEQUENCES, TABLES, name_of, paths
 
 # Examples read 3 to 20 rows: those with fewer than four are not clipped. A row passes if about two
 # examples read it, or one that reads few.
@@ -63,42 +60,45 @@ def check(
                 assert end[key][never].eq(0).all(), key
 
 
-def tolerance_of(optimizer: Any) -> float:
-    return 1e-6 if optimizer is SGD else 1e-5
-
-
 # ---- without noise, every cell is the naive loop's -----------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "sizes", "mean"),
+    ("optimizer", "sizes", "tables"),
     [
-        *((optimizer, "uneven", mean) for optimizer in (SGD, ADAGRAD, ROWWISE) for mean in (0, 1)),
-        (SGD, "even", False),
-        (ADAGRAD, "empty", True),
+        *product((SGD, ADAGRAD, ROWWISE), ["uneven"], ["sum", "mean", "sequences"]),
+        (SGD, "even", "sum"),
+        (ADAGRAD, "empty", "mean"),
+        (ADAGRAD, "empty", "sequences"),
     ],
-    ids=lambda value: getattr(value, "kind", str(value)),
+    ids=name_of,
 )
 def test_one_rank_is_the_naive_step(
-    one_rank: Ranks, optimizer: Any, sizes: str, mean: bool
+    one_rank: Ranks, optimizer: Any, sizes: str, tables: str
 ) -> None:
-    start, end = run(one_rank, SIZES[sizes], Placement(), optimizer, QUIET, mean=bool(mean))
-    expected = naive_selecting(start, singles(SIZES[sizes]), optimizer, QUIET, mean=bool(mean))
+    mean, sequences = tables == "mean", SEQUENCES if tables == "sequences" else ()
+    settings: dict[str, Any] = {"mean": mean, "sequences": sequences}
+    start, end = run(one_rank, SIZES[sizes], Placement(), optimizer, QUIET, **settings)
+    expected = naive_selecting(start, singles(SIZES[sizes]), optimizer, QUIET, mean=mean)
     check(start, end, expected, tolerance_of(optimizer))
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
+    ("name", "optimizer", "sequences"),
     [
-        *((name, optimizer) for name in PLACEMENTS for optimizer in (SGD, ADAGRAD)),
-        ("table_wise", ROWWISE),
-        ("row_wise", ROWWISE),
+        *product(PLACEMENTS, (SGD, ADAGRAD), [()]),
+        *product(("table_wise", "row_wise"), [ROWWISE], [(), SEQUENCES]),
+        *product(("table_wise", "row_wise", "column_wise"), (SGD, ADAGRAD), [SEQUENCES]),
     ],
-    ids=lambda value: getattr(value, "kind", str(value)),
+    ids=name_of,
 )
-def test_two_ranks_are_the_naive_step(two_ranks: Ranks, name: str, optimizer: Any) -> None:
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, QUIET)
-    expected = naive_selecting(start, singles(SIZES["uneven"]), optimizer, QUIET)
+def test_two_ranks_are_the_naive_step(
+    two_ranks: Ranks, name: str, optimizer: Any, sequences: tuple[str, ...]
+) -> None:
+    """Repeated ids of a sequence count once for their row, like those of a bag."""
+    sizes, placement = SIZES["uneven"], PLACEMENTS[name]
+    start, end = run(two_ranks, sizes, placement, optimizer, QUIET, sequences=sequences)
+    expected = naive_selecting(start, singles(sizes), optimizer, QUIET)
     check(start, end, expected, tolerance_of(optimizer))
 
 
@@ -111,12 +111,21 @@ def test_weighted_bags_are_the_naive_step(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["row_wise", "table_wise", "column_wise", "table_row_wise", "grid"]
+    ("kind", "sequences"),
+    [
+        *product(("row_wise", "table_wise", "column_wise"), [(), SEQUENCES]),
+        ("table_row_wise", ()),
+        ("grid", ()),
+    ],
+    ids=name_of,
 )
-def test_four_ranks_on_two_hosts_are_the_naive_step(four_ranks: Ranks, kind: Any) -> None:
+def test_four_ranks_on_two_hosts_are_the_naive_step(
+    four_ranks: Ranks, kind: Any, sequences: tuple[str, ...]
+) -> None:
     """Two-level kinds interleave the hosts' examples on a shard: ranks 0, 2, 1, 3."""
     sizes = [[3, 0, 2, 1], [0, 0, 0, 5], [2, 2, 2, 2]]
-    start, end = run(four_ranks, sizes, Placement(default=kind), SGD, QUIET, hosts=2)
+    placement, settings = Placement(default=kind), {"hosts": 2, "sequences": sequences}
+    start, end = run(four_ranks, sizes, placement, SGD, QUIET, **settings)
     check(start, end, naive_selecting(start, singles(sizes), SGD, QUIET), 1e-6)
 
 
@@ -149,73 +158,20 @@ def test_one_rank_with_noise_is_the_naive_step(one_rank: Ranks, optimizer: Any) 
     check(start, end, expected, tolerance_of(optimizer))
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_two_ranks_with_noise_are_the_naive_step(two_ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [*product(PLACEMENTS, [()]), ("row_wise", SEQUENCES), ("column_wise", SEQUENCES)],
+    ids=name_of,
+)
+def test_two_ranks_with_noise_are_the_naive_step(
+    two_ranks: Ranks, name: str, sequences: tuple[str, ...]
+) -> None:
     """The mask and the noise are one rank's, whoever holds the rows."""
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, NOISY)
+    settings: dict[str, Any] = {"sequences": sequences}
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, NOISY, **settings)
     expected = naive_selecting(start, singles(SIZES["uneven"]), SGD, NOISY)
     assert expected.only_kept > 20
     check(start, end, expected, 1e-6)
-
-
-def displacements(ranks: Ranks, placement: Placement, noisy: PrivacyPlan, steps: int) -> Any:
-    """How every table moved in each of some empty steps at learning rate one, and dense layers."""
-    results = ranks.run(record_noise, ranks.world_size, placement, noisy, steps)
-    whole = [assemble([rank[s] for rank in results]) for s in range(steps + 1)]
-    moved = {key: torch.stack([s[key].double() for s in whole]).diff(dim=0) for key in whole[0]}
-    return {name: moved.pop(path) for name, path in paths().items()}, moved
-
-
-def check_survivors(moved_SRD: Tensor, p: float, stddev: float, name: str) -> None:
-    """Rows survive whole or not at all, each with probability p, and then have all their noise."""
-    is_moved = moved_SRD.ne(0)
-    survives = is_moved.any(2)
-    assert torch.equal(survives, is_moved.all(2)), f"{name}: a part of a row moved"
-    n = survives.numel()  # coins; per row and per step too, with a tolerance for the worst of 170
-    assert abs(survives.double().mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / n), name
-    for dim in (0, 1):
-        worst = (survives.double().mean(dim) - p).abs().max()
-        assert worst <= 5 * math.sqrt(p * (1 - p) / survives.shape[dim]), name
-    # Mean square of the survivors' cells: 5 sqrt(2 / n), 2 to 5 percent of the variance.
-    noise = moved_SRD[survives]
-    assert_variance(noise, stddev, name)
-    # No column knows of the mask: its mean is zero, and rows do not repeat.
-    assert noise.mean(0).abs().max() <= 5 * stddev / math.sqrt(len(noise)), name
-    assert len(noise.unique(dim=0)) == len(noise)
-
-
-@pytest.mark.parametrize("source", ["fast", "secure", "row_keyed"])
-def test_rows_that_nobody_read_survive_and_get_their_noise(one_rank: Ranks, source: Any) -> None:
-    """Empty steps: everything that passes is a false positive."""
-    mechanism = AdaFEST(threshold=0.5, map_clip_norm=0.7, noise_ratio=2.0)
-    noisy = plan(2.0, noise=1.5, mechanism=mechanism, noise_source=source)
-    sigma2 = 1.5 * math.sqrt(1 + 1 / 4)
-    p = survival(0.5, 2 * sigma2 * 0.7)
-    assert 0.4 < p < 0.5
-    tables, dense = displacements(one_rank, Placement(), noisy, 50)
-    for name, moved in tables.items():
-        check_survivors(moved, p, sigma2 * 2.0 / EXPECTED, name)
-    for key, moved in dense.items():
-        assert_variance(moved, sigma2 * 2.0 / EXPECTED, key)
-
-
-@pytest.mark.parametrize("name", ["row_wise", "column_wise"])
-def test_survivors_on_two_ranks(two_ranks: Ranks, name: str) -> None:
-    """Here with a threshold of its own for one table."""
-    thresholds = {"t1": -2.0}
-    mechanism = AdaFEST(threshold=0.0, table_thresholds=thresholds, noise_ratio=2.0)
-    sigma2 = 1.5 * math.sqrt(1 + 1 / 4)
-    noisy = plan(2.0, noise=1.5, mechanism=mechanism)
-    tables, dense = displacements(two_ranks, PLACEMENTS[name], noisy, 50)
-    for table, moved in tables.items():
-        p = survival(thresholds.get(table, 0.0), 2 * sigma2)
-        check_survivors(moved, p, sigma2 * 2.0 / EXPECTED, table)
-    for key, moved in dense.items():
-        assert_variance(moved, sigma2 * 2.0 / EXPECTED, key)
-    # Shards toss coins of their own: halves of a table agree on no more rows than chance has it.
-    halves = tables["t0"].ne(0).any(2).double().split(20, dim=1)
-    agree = (halves[0] == halves[1]).double().mean()
-    assert abs(agree - 0.5) <= 5 * 0.5 / math.sqrt(halves[0].numel())
 
 
 # ---- rows that were selected before --------------------------------------------------------------
@@ -233,17 +189,22 @@ def public(folder: Path) -> tuple[Selection, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [("row_wise", SGD), ("column_wise", ADAGRAD), ("mixed", SGD)],
-    ids=lambda value: getattr(value, "kind", str(value)),
+    ("name", "optimizer", "sequences"),
+    [
+        *(("row_wise", SGD, kind) for kind in ((), SEQUENCES)),
+        *(("column_wise", ADAGRAD, kind) for kind in ((), SEQUENCES)),
+        ("mixed", SGD, ()),
+    ],
+    ids=name_of,
 )
 def test_fest_is_the_naive_step_on_selected_rows(
-    two_ranks: Ranks, tmp_path: Path, name: str, optimizer: Any
+    two_ranks: Ranks, tmp_path: Path, name: str, optimizer: Any, sequences: tuple[str, ...]
 ) -> None:
     """Only they move, and only they count in an example's norm."""
     selection, selected = public(tmp_path)
     quiet = plan(0.3, mechanism=FEST(selection=selection))
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, quiet)
+    placement, sizes = PLACEMENTS[name], SIZES["uneven"]
+    start, end = run(two_ranks, sizes, placement, optimizer, quiet, sequences=sequences)
     units = singles(SIZES["uneven"])
     expected = naive_selecting(start, units, optimizer, quiet, selected=selected)
     expected.read_and_left += 1  # rows that were not selected are not counted there
@@ -256,42 +217,30 @@ def test_fest_is_the_naive_step_on_selected_rows(
 
 
 @pytest.mark.parametrize(
-    ("name", "noise"), [("row_wise", 0.0), ("column_wise", 0.12), ("mixed", 0.12)]
+    ("name", "noise", "sequences"),
+    [
+        *(("row_wise", 0.0, kind) for kind in ((), SEQUENCES)),
+        *(("column_wise", 0.12, kind) for kind in ((), SEQUENCES)),
+        ("mixed", 0.12, ()),
+        *(("alone", noise, SEQUENCES) for noise in (0.0, 0.12)),
+    ],
+    ids=name_of,
 )
 def test_adafest_plus_is_the_naive_step_on_selected_rows(
-    two_ranks: Ranks, tmp_path: Path, name: str, noise: float
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    noise: float,
+    sequences: tuple[str, ...],
 ) -> None:
     """An example counts for selected rows only: clipped by their number, and on no others."""
     selection, selected = public(tmp_path)
     mechanism = AdaFESTPlus(threshold=0.93, map_clip_norm=1.5, noise_ratio=3.0, selection=selection)
     both = plan(0.3, noise=noise, mechanism=mechanism, noise_source="row_keyed")
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, both)
+    ranks, placement = (one_rank, Placement()) if name == "alone" else (two_ranks, PLACEMENTS[name])
+    start, end = run(ranks, SIZES["uneven"], placement, SGD, both, sequences=sequences)
     units = singles(SIZES["uneven"])
     expected = naive_selecting(start, units, SGD, both, selected=selected)
     assert bool(expected.only_kept) is bool(noise)
     check(start, end, expected, 1e-6)
-
-
-def test_every_selected_row_gets_noise_and_no_other_moves(two_ranks: Ranks, tmp_path: Path) -> None:
-    selection, selected = public(tmp_path)
-    noisy = plan(2.0, noise=1.5, mechanism=FEST(selection=selection))
-    tables, dense = displacements(two_ranks, PLACEMENTS["row_wise"], noisy, 50)
-    for name, moved in tables.items():
-        assert moved[:, ~selected[name]].eq(0).all()
-        noise = moved[:, selected[name]]
-        assert noise.shape[1] == 12
-        assert_variance(noise, 1.5 * 2.0 / EXPECTED, name)
-        assert len(noise.flatten(0, 1).unique(dim=0)) == 50 * 12
-    for key, moved in dense.items():
-        assert_variance(moved, 1.5 * 2.0 / EXPECTED, key)
-
-
-def test_survivors_among_selected_rows(one_rank: Ranks, tmp_path: Path) -> None:
-    selection, selected = public(tmp_path)
-    mechanism = AdaFESTPlus(threshold=0.0, selection=selection)
-    noisy = plan(2.0, noise=1.5, mechanism=mechanism)
-    tables, _ = displacements(one_rank, Placement(), noisy, 50)
-    for name, moved in tables.items():
-        assert moved[:, ~selected[name]].eq(0).all()
-        stddev = 1.5 * math.sqrt(1 + 1 / 25) * 2.0 / EXPECTED
-        check_survivors(moved[:, selected[name]], 0.5, stddev, name)

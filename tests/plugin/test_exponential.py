@@ -16,7 +16,7 @@ from tests.private import ADAGRAD, EXPECTED, SIZES, plan, run
 from tests.private_runs import fit, ledger_of
 from tests.ranks import Ranks
 from tests.reference import Reference
-from tests.small import Bags, collate
+from tests.small import BAGS_OR_SEQUENCES, Bags, collate, paths
 
 K, DELTA, CLIP = 9, 0.05, 0.1
 CHOICE = ExponentialSelection(num_rows=K, score_clip=DELTA)
@@ -84,11 +84,12 @@ def test_without_noise_one_rank_is_the_naive_step(
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("sizes", ["uneven", "empty"])
+@BAGS_OR_SEQUENCES
 def test_without_noise_two_ranks_are_the_naive_step(
-    two_ranks: Ranks, name: str, sizes: str
+    two_ranks: Ranks, name: str, sizes: str, sequences: tuple[str, ...]
 ) -> None:
-    private = plan(CLIP, mechanism=CHOICE)
-    start, end = run(two_ranks, SIZES[sizes], PLACEMENTS[name], SGD, private)
+    private, settings = plan(CLIP, mechanism=CHOICE), {"sequences": sequences}
+    start, end = run(two_ranks, SIZES[sizes], PLACEMENTS[name], SGD, private, **settings)
     expected, _ = naive(start, SIZES[sizes], SGD)
     assert_close(end, expected, 1e-6)
 
@@ -104,17 +105,18 @@ def test_choice_and_bound_matter_here(one_rank: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_exactly_k_rows_move_with_noise(world: int, one_rank: Ranks, two_ranks: Ranks) -> None:
+@BAGS_OR_SEQUENCES
+def test_exactly_k_rows_move_with_noise(
+    world: int, one_rank: Ranks, two_ranks: Ranks, sequences: tuple[str, ...]
+) -> None:
     """Over all tables and ranks, though nobody may have read them; in empty steps too."""
     ranks = one_rank if world == 1 else two_ranks
     placement = Placement() if world == 1 else PLACEMENTS["row_wise"]
     for sizes in ([[4, 4]], [[0, 0]]):
         private = plan(CLIP, noise=1.0, mechanism=CHOICE)
-        start, end = run(ranks, sizes, placement, SGD, private)
-        moved = sum(
-            int((start[name] != end[name]).any(1).sum()) for name in start if "bags" in name
-        )
-        assert moved == K
+        start, end = run(ranks, sizes, placement, SGD, private, sequences=sequences)
+        tables = paths(sequences).values()
+        assert sum(int((start[name] != end[name]).any(1).sum()) for name in tables) == K
 
 
 def test_rows_that_are_cut_by_columns_are_refused(two_ranks: Ranks) -> None:

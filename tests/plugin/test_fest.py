@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dpsparse import (
     FEST,
+    AdaFESTPlus,
     NoisyHistogram,
-    Placement,
     PrivacyPlan,
     PublicFrequencies,
     Selection,
@@ -31,19 +31,24 @@ from lightning_dpsparse.engine.read import Table
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
 from tests.private_runs import BATCH, SIZE, Marked, Watching, fit, ledger_of, strict_collate
 from tests.ranks import Ranks
-from tests.small import TABLES, assemble, snapshot
+from tests.small import TABLES, paths, snapshot
 
 COUNTED = NoisyHistogram(noise_multiplier=5.0, max_ids_per_bag=2)
 RELEASE, STEP = events.gaussian(5.0), events.poisson_gaussian(BATCH / SIZE, 1.0)
 PATH = "ebc.embedding_bags.{}.weight".format
-WHOLE = [Table(PATH(name), rows, tuple(features)) for name, rows, _, features in TABLES]
+
+
+def whole(sequences: tuple[str, ...] = ()) -> list[Table]:
+    """All tables, as they are before they are cut."""
+    path = paths(sequences)
+    return [Table(path[name], rows, tuple(features)) for name, rows, _, features in TABLES]
 
 
 def fest(frequencies: Any = COUNTED, k: int = 6, **selection: Any) -> FEST:
     return FEST(selection=Selection(frequencies=frequencies, rows_per_table=k, **selection))
 
 
-def plan(mechanism: FEST | None = None, **settings: Any) -> PrivacyPlan:
+def plan(mechanism: Any = None, **settings: Any) -> PrivacyPlan:
     return PrivacyPlan(
         mechanism=mechanism or fest(), delta=1e-3, **({"noise_multiplier": 1.0} | settings)
     )
@@ -84,15 +89,15 @@ def charges(result: dict[str, Any]) -> list[tuple[Any, int, str | None]]:
     return [(e.event, e.count, e.partition) for e in ledger_of(result).entries]
 
 
-def counts(examples: Any, histogram: NoisyHistogram = COUNTED) -> dict[str, Tensor]:
+def counts(examples: Any, tables: list[Table]) -> dict[str, Tensor]:
     """A set of rows for every example and table, in a plain loop."""
-    total: dict[str, Counter[int]] = {table.name: Counter() for table in WHOLE}
-    for (_, bags, _), table in product(examples, WHOLE):
+    total: dict[str, Counter[int]] = {table.name: Counter() for table in tables}
+    for (_, bags, _), table in product(examples, tables):
         rows: set[int] = set()
         for feature in table.features:
-            rows |= set(sorted(set(bags[feature].tolist()))[: histogram.most_ids(feature)])
+            rows |= set(sorted(set(bags[feature].tolist()))[: COUNTED.most_ids(feature)])
         total[table.name].update(rows)
-    return {t.name: torch.tensor([total[t.name][r] for r in range(t.num_rows)]) for t in WHOLE}
+    return {t.name: torch.tensor([total[t.name][r] for r in range(t.num_rows)]) for t in tables}
 
 
 # ---- charged -------------------------------------------------------------------------------------
@@ -286,12 +291,18 @@ def test_periods_add_up_where_users_live_in_several(one_rank: Ranks, tmp_path: P
 REPLAYED = {"fixed_key": 4, "noise_source": "row_keyed"}
 
 
-def selected_by(privacy: PrivacyPlan, parts: list[tuple[int, Any]], units: int = 1) -> Any:
+def selected_by(
+    privacy: PrivacyPlan,
+    parts: list[tuple[int, Any]],
+    units: int = 1,
+    sequences: tuple[str, ...] = (),
+) -> Any:
     """What the run must select: noisy counts of these parts of the data, added up."""
-    assert isinstance(privacy.mechanism, FEST)
-    source, total = privacy.make_source(privacy.make_key()), dict.fromkeys(counts([]), 0.0)
+    assert isinstance(privacy.mechanism, (FEST, AdaFESTPlus))
+    tables, source = whole(sequences), privacy.make_source(privacy.make_key())
+    total = {table.name: 0.0 for table in tables}
     for step, examples in parts:
-        noisy = COUNTED.noisy(counts(examples), WHOLE, units, source, step)
+        noisy = COUNTED.noisy(counts(examples, tables), tables, units, source, step)
         total = {name: total[name] + noisy[name] for name in noisy}
     found = privacy.mechanism.selection.largest(total)  # type: ignore[arg-type]
     return {name: rows.tolist() for name, rows in found.items()}
@@ -340,52 +351,3 @@ def test_days_can_be_taken_together(
     ]
     assert all(max(drawn, default=0) < sizes[0] for drawn in result["drawn"][: steps[0]])
     assert all(min(drawn, default=SIZE) >= sizes[0] for drawn in result["drawn"][steps[0] :])
-
-
-# ---- what is counted -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "unit", [Users(max_examples=2), Users(max_examples=2, drawn="users")], ids=lambda u: u.drawn
-)
-def test_examples_beyond_a_users_cap_are_not_counted(
-    one_rank: Ranks, tmp_path: Path, unit: Users
-) -> None:
-    """And the noise is for two examples of a user: the same draws, twice as large."""
-    replayed = plan(unit=unit, expected_batch_size=6, **REPLAYED)
-    result = one_rank.run(select, 1, replayed, tmp_path, max_steps=1)[0]
-    data = [e for i, e in enumerate(Marked().examples) if i % 3 < 2]
-    assert result["rows"][0] == selected_by(replayed, [(0, data)], units=2)
-    assert result["rows"][0] != selected_by(replayed, [(0, data)], units=1)
-    assert result["rows"][0] != selected_by(replayed, [(0, Marked().examples)], units=2)
-
-
-def test_two_ranks_select_the_same_rows_as_one(
-    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path
-) -> None:
-    replayed = plan(**REPLAYED)
-    results = [
-        *one_rank.run(select, 1, replayed, tmp_path, max_steps=2),
-        *two_ranks.run(
-            select, 2, replayed, tmp_path, max_steps=2, placement=Placement(default="row_wise")
-        ),
-    ]
-    expected = selected_by(replayed, [(0, Marked().examples)])
-    assert all(result["rows"] == [expected] * 2 for result in results)
-    start, end = (assemble([r[key] for r in results[1:]]) for key in ("start", "state"))
-    assert_only_selected_rows_moved(start, end, expected)
-
-
-def assert_only_selected_rows_moved(
-    start: dict[str, Tensor], end: dict[str, Tensor], rows: dict[str, list[int]]
-) -> None:
-    for table in WHOLE:
-        moved = (start[table.name] != end[table.name]).any(1).nonzero().squeeze(1)
-        assert moved.tolist() == rows[table.name], table.name
-
-
-def test_rows_that_were_not_selected_stay_bit_for_bit(one_rank: Ranks, tmp_path: Path) -> None:
-    """Selected ones all move, read or not: noise is on every one."""
-    result = one_rank.run(select, 1, plan(fest()), tmp_path)[0]
-    start, end = (assemble([result[key]]) for key in ("start", "state"))
-    assert_only_selected_rows_moved(start, end, result["rows"][0])

@@ -17,7 +17,18 @@ from lightning_dpsparse import DPSGD, FusedOptimizer, LazyDP, Placement
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
 from tests.private import Batches, plan
 from tests.ranks import Ranks
-from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
+from tests.selecting import rows_of_unit
+from tests.small import (
+    BAGS_OR_SEQUENCES,
+    SEQUENCES,
+    Bags,
+    Recording,
+    assemble,
+    collate,
+    make_trainer,
+    paths,
+    snapshot,
+)
 
 STEPS = 200
 # Few examples, so that rows sleep for long; empty steps; ranks of unequal size.
@@ -161,10 +172,16 @@ def test_a_step_in_parts_is_eager_dp_sgd(two_ranks: Ranks, optimizer: Any) -> No
     assert_close(lazy, eager, 1e-6)
 
 
-@OPTIMIZERS
-def test_a_second_look_in_a_step_sees_the_same_rows(one_rank: Ranks, optimizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "sequences"),
+    [(SGD, ()), (DECAYING, ()), (SGD, SEQUENCES)],
+    ids=["plain", "decaying", "sequences"],
+)
+def test_a_second_look_in_a_step_sees_the_same_rows(
+    one_rank: Ranks, optimizer: Any, sequences: tuple[str, ...]
+) -> None:
     """Rows that were read on credit pay before anybody else reads them."""
-    settings: dict[str, Any] = {"steps": 40, "looks_twice": True}
+    settings: dict[str, Any] = {"steps": 40, "looks_twice": True, "sequences": sequences}
     [expected], [found] = (
         one_rank.run(train, 1, Placement(), optimizer, mechanism, **settings)
         for mechanism in (EAGER, LAZY)
@@ -181,9 +198,11 @@ class NoLoss(Recording):
         return super().training_step(batch, batch_idx) * 0.0
 
 
-def sleep(world_size: int, placement: Placement, key: int) -> tuple[Any, Any]:
+def sleep(
+    world_size: int, placement: Placement, key: int, sequences: tuple[str, ...]
+) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    module = NoLoss(schedule="cosine")
+    module = NoLoss(schedule="cosine", sequences=sequences)
     noisy = plan(2.0, noise=1.5, mechanism=LazyDP(chunk_rows=16))
     object.__setattr__(noisy, "fixed_key", key)
     trainer = make_trainer(world_size, placement, SGD, privacy=noisy)
@@ -193,23 +212,24 @@ def sleep(world_size: int, placement: Placement, key: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
+@BAGS_OR_SEQUENCES
 def test_aggregated_noise_has_its_variance_however_often_a_row_was_read(
-    two_ranks: Ranks, name: str
+    two_ranks: Ranks, name: str, sequences: tuple[str, ...]
 ) -> None:
-    """Four runs of 30 steps: the mean square of n draws has standard error sqrt(2 / n)."""
-    examples = [Bags(100)[i] for i in range(30)]
+    """Two runs of 30 steps: the mean square of n draws has standard error sqrt(2 / n)."""
+    readers = [rows_of_unit([Bags(100)[i]]) for i in range(30)]
     # The module's cosine schedule has a period of 20 steps; rates are those of the steps taken.
     rates = [0.3 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(30)]
     stddev = math.sqrt(sum((rate * 1.5 * 2.0 / 10) ** 2 for rate in rates))
     draws: dict[str, list[Tensor]] = {"never": [], "once": [], "often": []}
-    for key in range(4):
-        results = two_ranks.run(sleep, 2, PLACEMENTS[name], key)
+    for key in range(2):
+        results = two_ranks.run(sleep, 2, PLACEMENTS[name], key, sequences)
         start, end = (assemble([result[i] for result in results]) for i in (0, 1))
-        for table, feature in (("t1", "f2"), ("t2", "f3")):
-            moved = end[f"ebc.embedding_bags.{table}.weight"]
-            moved = (moved - start[f"ebc.embedding_bags.{table}.weight"]) / stddev
-            steps = [set(example[1][feature].tolist()) for example in examples]
-            visits = torch.tensor([sum(row in s for s in steps) for row in range(len(moved))])
+        for table, path in paths(sequences).items():
+            moved = (end[path] - start[path]) / stddev
+            visits = torch.tensor(
+                [sum((table, row) in rows for rows in readers) for row in range(len(moved))]
+            )
             for group, rows in (
                 ("never", visits == 0),
                 ("once", visits == 1),
@@ -218,7 +238,7 @@ def test_aggregated_noise_has_its_variance_however_often_a_row_was_read(
                 draws[group].append(moved[rows].flatten().double())
     for group, parts in draws.items():
         values = torch.cat(parts)
-        assert values.numel() > 500, group
+        assert values.numel() > 450, group
         assert stats.kstest(values.numpy(), "norm").pvalue > 1e-4, group
         bound = 5 * math.sqrt(2 / values.numel())
         assert abs(float(values.square().mean()) - 1) < bound, group

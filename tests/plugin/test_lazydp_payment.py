@@ -17,7 +17,15 @@ from lightning_dpsparse.sharded.checkpoint import consolidate
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
 from tests.private import Batches, plan
 from tests.ranks import Ranks
-from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
+from tests.small import (
+    BAGS_OR_SEQUENCES,
+    Bags,
+    Recording,
+    assemble,
+    collate,
+    make_trainer,
+    snapshot,
+)
 
 SIZES = [[2, 1], [0, 0], [1, 0], [0, 2], [0, 0]] * 2
 EAGER, LAZY = DPSGD(chunk_rows=16), LazyDP(aggregate=False, chunk_rows=16)
@@ -134,9 +142,9 @@ def test_debts_of_a_run_that_could_not_pay_are_not_forgotten(one_rank: Ranks) ->
     assert_close(assemble(lazy), assemble(eager), 1e-6)
 
 
-def look_after_a_failure(mechanism: Any, *, unpaid: bool) -> Any:
+def look_after_a_failure(mechanism: Any, sequences: tuple[str, ...], *, unpaid: bool) -> Any:
     """What test and predict read from a module whose rows still owe."""
-    module = Breaking()
+    module = Breaking(sequences=sequences)
     broken_off(mechanism, unpaid=unpaid, go_on=False, module=module)
     examples = DataLoader(Bags(8, seed=3), batch_size=8, collate_fn=collate)
     trainer = make_trainer(1, Placement(), SGD)
@@ -145,9 +153,12 @@ def look_after_a_failure(mechanism: Any, *, unpaid: bool) -> Any:
     return torch.tensor(tested["val"]), predicted
 
 
-def test_test_and_predict_read_rows_that_have_paid(one_rank: Ranks) -> None:
-    [eager] = one_rank.run(look_after_a_failure, EAGER, unpaid=False)
-    [lazy] = one_rank.run(look_after_a_failure, LAZY, unpaid=True)
+@BAGS_OR_SEQUENCES
+def test_test_and_predict_read_rows_that_have_paid(
+    one_rank: Ranks, sequences: tuple[str, ...]
+) -> None:
+    [eager] = one_rank.run(look_after_a_failure, EAGER, sequences, unpaid=False)
+    [lazy] = one_rank.run(look_after_a_failure, LAZY, sequences, unpaid=True)
     for one, two in zip(lazy, eager, strict=True):
         assert (one - two).abs().max() <= 1e-5  # sums of eight logits
 

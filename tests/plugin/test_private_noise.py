@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,21 @@ from torch import Tensor
 
 from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import ADAGRAD, EXPECTED, SIZES, Batches, naive, plan, run
+from tests.private import ADAGRAD, EXPECTED, SIZES, Batches, naive, plan, run, tolerance_of
 from tests.ranks import Ranks
-from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
+from tests.small import (
+    BAGS_OR_SEQUENCES,
+    SEQUENCES,
+    TABLES,
+    Bags,
+    Recording,
+    assemble,
+    collate,
+    make_trainer,
+    name_of,
+    paths,
+    snapshot,
+)
 
 
 def test_a_batch_cut_into_parts_gets_its_noise_once(two_ranks: Ranks) -> None:
@@ -24,11 +37,14 @@ def test_a_batch_cut_into_parts_gets_its_noise_once(two_ranks: Ranks) -> None:
 
 
 class EveryStep(Recording):
-    """Remembers its weights after every step."""
+    """Remembers its weights after every step. It learns nothing: what moves is noise."""
 
-    def __init__(self) -> None:
-        super().__init__(lr=1.0)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(lr=1.0, **kwargs)
         self.history: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * 0.0
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -37,25 +53,35 @@ class EveryStep(Recording):
         self.history.append(snapshot(self))
 
 
-def record_noise(world_size: int, placement: Placement, noisy: PrivacyPlan, steps: int) -> Any:
+def record_noise(
+    world_size: int,
+    placement: Placement,
+    noisy: PrivacyPlan,
+    steps: int,
+    sequences: tuple[str, ...] = (),
+    readers: list[int] | None = None,
+) -> Any:
+    """Runs inside a rank. The first `readers`, so many on each rank, read in every step."""
     torch.manual_seed(0)
-    module = EveryStep()
-    rank = torch.distributed.get_rank()
+    module = EveryStep(sequences=sequences)
     sgd = FusedOptimizer(kind="sgd", learning_rate=1.0)
     trainer = make_trainer(world_size, placement, sgd, privacy=noisy)
-    trainer.fit(module, Batches([[0] * world_size] * steps, rank))
+    batches = Batches([readers or [0] * world_size], torch.distributed.get_rank())
+    batches.batches *= steps
+    trainer.fit(module, batches)
     return [module.start, *module.history]
 
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
 @pytest.mark.parametrize("source", ["fast", "secure"])
+@BAGS_OR_SEQUENCES
 def test_noise_has_its_variance_on_every_table_shard_and_layer(
-    two_ranks: Ranks, name: str, source: Any
+    two_ranks: Ranks, name: str, source: Any, sequences: tuple[str, ...]
 ) -> None:
     """Steps without an example: what moves is noise alone, on rows that nobody ever read."""
     steps = 40
     noisy = plan(2.0, noise=1.5, mechanism=DPSGD(chunk_rows=16), noise_source=source)
-    results = two_ranks.run(record_noise, 2, PLACEMENTS[name], noisy, steps)
+    results = two_ranks.run(record_noise, 2, PLACEMENTS[name], noisy, steps, sequences)
     stddev = 1.5 * 2.0 / EXPECTED
     whole = [assemble([rank[s] for rank in results]) for s in range(steps + 1)]
     for rank in results:
@@ -79,6 +105,26 @@ def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
     ratio = float(draws.square().mean()) / stddev**2
     assert abs(ratio - 1) < 5 * math.sqrt(2 / n), f"{key}: variance is {ratio:.3f} of right"
     assert abs(float(draws.mean())) / stddev < 5 / math.sqrt(n)
+
+
+@BAGS_OR_SEQUENCES
+def test_noise_has_its_variance_on_rows_that_were_read_and_on_others(
+    two_ranks: Ranks, sequences: tuple[str, ...]
+) -> None:
+    """In the same steps: repeated ids, and rows of two features, have one draw like all others."""
+    readers, steps = [2, 1], 40
+    noisy = plan(2.0, noise=1.5, mechanism=DPSGD(chunk_rows=16))
+    settings = (PLACEMENTS["row_wise"], noisy, steps, sequences, readers)
+    results = two_ranks.run(record_noise, 2, *settings)
+    whole = [assemble([rank[s] for rank in results]) for s in range(steps + 1)]
+    bags = collate([Bags(100)[i] for i in range(sum(readers))]).sparse_features.to_dict()
+    for name, rows, _, features in TABLES:
+        key, read_R = paths(sequences)[name], torch.zeros(rows, dtype=torch.bool)
+        for feature in features:
+            read_R[bags[feature].values()] = True
+        draws_SRD = torch.stack([snap[key].double() for snap in whole]).diff(dim=0)
+        for of_rows, rows_R in (("read", read_R), ("never read", ~read_R)):
+            assert_variance(draws_SRD[:, rows_R], 1.5 * 2.0 / EXPECTED, f"{key}, {of_rows}")
 
 
 def test_two_runs_never_share_noise(one_rank: Ranks) -> None:
@@ -107,32 +153,45 @@ def test_eana_moves_only_rows_that_were_read(one_rank: Ranks) -> None:
     assert torch.equal(moved, read)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)
+@pytest.mark.parametrize(
+    ("optimizer", "sequences"),
+    [(SGD, ()), *product([ADAGRAD, ROWWISE], [(), SEQUENCES])],
+    ids=name_of,
+)
 @pytest.mark.parametrize(
     "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
 )
 @pytest.mark.parametrize("name", ["table_wise", "row_wise"])
 def test_the_optimizer_sees_sum_and_noise_as_one_gradient(
-    two_ranks: Ranks, optimizer: Any, mechanism: Any, name: str
+    two_ranks: Ranks, optimizer: Any, mechanism: Any, name: str, sequences: tuple[str, ...]
 ) -> None:
     """Adagrad's state would tell two calls from one, and noise that came too late."""
     noisy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
-    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], optimizer, noisy)
-    expected = naive(start, SIZES["uneven"], optimizer, 0.5, noisy=noisy)
-    assert_close(end, expected, 1e-6 if optimizer is SGD else 1e-5)
+    placement, sizes = PLACEMENTS[name], SIZES["uneven"]
+    start, end = run(two_ranks, sizes, placement, optimizer, noisy, sequences=sequences)
+    expected = naive(start, sizes, optimizer, 0.5, noisy=noisy)
+    assert_close(end, expected, tolerance_of(optimizer))
 
 
-@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [
+        *((name, ()) for name in ("table_wise", "row_wise", "column_wise", "mixed")),
+        ("column_wise", SEQUENCES),
+    ],
+    ids=name_of,
+)
 @pytest.mark.parametrize(
     "mechanism", [EANA(), DPSGD(chunk_rows=16)], ids=lambda m: type(m).__name__
 )
 def test_row_keyed_noise_is_the_same_on_one_rank_and_two(
-    one_rank: Ranks, two_ranks: Ranks, name: str, mechanism: Any
+    one_rank: Ranks, two_ranks: Ranks, name: str, mechanism: Any, sequences: tuple[str, ...]
 ) -> None:
     """Noise is drawn once for each row by its owner, and once for the job in dense layers."""
     noisy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
-    start, one = run(one_rank, SIZES["uneven"], Placement(), SGD, noisy)
-    _, two = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, noisy)
+    settings: dict[str, Any] = {"sequences": sequences}
+    start, one = run(one_rank, SIZES["uneven"], Placement(), SGD, noisy, **settings)
+    _, two = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, noisy, **settings)
     assert_close(two, {key: one[key] for key in start}, 1e-6)
     quiet = naive(start, SIZES["uneven"], SGD, 0.5)
     assert all((one[key] - quiet[key]).abs().max() > 1e-3 for key in quiet)

@@ -58,14 +58,20 @@ def reference(
     return model.weights(), losses
 
 
-def update(weight: Tensor, state: Tensor, optimizer: FusedOptimizer, factor: float) -> None:
+def update(
+    weight: Tensor, state: Tensor, optimizer: FusedOptimizer, factor: float, pieces: int = 1
+) -> None:
+    """A row in `pieces` by columns has a row-wise state for each."""
     gradient, lr = weight.grad, optimizer.learning_rate * factor
     assert gradient is not None
     if optimizer.kind == "sgd":
         weight -= lr * gradient
         return
     squared = gradient**2
-    state += squared.mean(1, keepdim=True) if optimizer.kind == "rowwise_adagrad" else squared
+    if optimizer.kind == "rowwise_adagrad":
+        of_piece = squared.unflatten(1, (pieces, -1))
+        squared = of_piece.mean(2, keepdim=True).expand_as(of_piece).flatten(1)
+    state += squared
     weight -= lr * gradient / (state.sqrt() + optimizer.eps)
 
 

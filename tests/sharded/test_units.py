@@ -17,7 +17,16 @@ from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
 from tests.private import EXPECTED, Batches, automatic, flat, grouped, naive, plan, run
 from tests.ranks import Ranks
 from tests.reference import Reference
-from tests.small import Bags, Recording, assemble, collate, make_trainer, snapshot
+from tests.small import (
+    SEQUENCES,
+    Bags,
+    Recording,
+    assemble,
+    collate,
+    make_trainer,
+    name_of,
+    snapshot,
+)
 
 Units = list[list[list[int]]]
 """Examples of each user, by step and rank."""
@@ -125,10 +134,16 @@ def test_two_ranks_are_the_naive_step_over_users(
     assert_close(end, naive_users(start, UNITS[name]), 1e-6)
 
 
-def test_four_ranks_on_two_hosts_are_the_naive_step_over_users(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sequences"), [("table_row_wise", ()), ("row_wise", SEQUENCES)], ids=name_of
+)
+def test_four_ranks_on_two_hosts_are_the_naive_step_over_users(
+    four_ranks: Ranks, kind: Any, sequences: tuple[str, ...]
+) -> None:
     """Two-level kinds interleave the hosts' examples on a shard: ranks 0, 2, 1, 3."""
     units = [[[2, 1], [], [2], [1]], [[], [], [], [1, 4]], [[2], [1, 1], [2], [2]]]
-    start, end = run_users(four_ranks, units, Placement(default="table_row_wise"), plan(), hosts=2)
+    settings: dict[str, Any] = {"hosts": 2, "sequences": sequences}
+    start, end = run_users(four_ranks, units, Placement(default=kind), plan(), **settings)
     assert_close(end, naive_users(start, units), 1e-6)
 
 
