@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dpsparse.accounting.events import DpEvent, composed
+from lightning_dpsparse.accounting.events import DpEvent, composed, not_private
 from lightning_dpsparse.estimators.bias_reduced import (
     Levels,
     bias_reduced_mean,
@@ -56,6 +56,8 @@ class Problem:
     max_nonzeros: int
     epsilon: float
     delta: float
+    is_noise_secret: bool = True
+    """False where the caller gave the generator: whoever can draw the noise can take it off."""
 
     @property
     def lipschitz(self) -> float:
@@ -81,6 +83,7 @@ class Fitted:
 
     weights_D: Array
     event: DpEvent
+    """Not private, where the noise was not secret."""
     epsilon: float
     noise_multiplier: float
     steps: int
@@ -235,10 +238,11 @@ def fit_by_output(
 def _fitted(
     problem: Problem, weights_D: Array, event: DpEvent, noise_multiplier: float, steps: int
 ) -> Fitted:
+    spent = event if problem.is_noise_secret else not_private()
     return Fitted(
         weights_D=weights_D,
-        event=event,
-        epsilon=spent_epsilon(event, problem.delta, grid_for(problem.epsilon)),
+        event=spent,
+        epsilon=spent_epsilon(spent, problem.delta, grid_for(problem.epsilon)),
         noise_multiplier=noise_multiplier,
         steps=steps,
     )

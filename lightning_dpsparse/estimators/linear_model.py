@@ -28,10 +28,13 @@ from lightning_dpsparse.estimators.rows import (
     finite_rows,
     keep_rows,
     limit_nonzeros,
+    numbers,
 )
 
 EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
 Self = TypeVar("Self", bound="DPLinearModel")
+
+_LABELS = (-1e100, 1e100)  # of the squared loss: the sum of larger losses may overflow
 
 # N examples, D columns
 
@@ -41,8 +44,15 @@ class DPLinearModel:
 
     The model, its accounting and everything on the way are private for one example added or
     removed; an example is a row and its label. Public, and yours to choose without a look at the
-    data: the parameters, the number of columns, and the number of examples. Labels of the logistic
-    loss are 0 and 1. An example with a number that is not finite counts as absent.
+    data: the parameters, the number of columns, and the number n of examples.
+
+    n is public: it sets divisor, noise and delta. Where it is left to the data, the guarantee is
+    for an example that is emptied, its place kept. To hide n, give `num_examples`, an upper bound
+    that you knew before.
+
+    No error tells of an example: one with a number that is not finite counts as absent, and labels
+    of the logistic loss, 0 and 1, are clipped to this range. (Recode others before: 1 and 2 are all
+    ones here.)
 
     gaussian      full-batch gradient steps with Gaussian noise: the yardstick
     projection    the same, each gradient projected on an l1 ball; Laplace noise if delta is 0
@@ -88,7 +98,8 @@ class DPLinearModel:
                         that balances penalty and noise for "output"
         sampling_rate   of a Poisson sample for every step; not for output and bias_reduced
         radius          of "output": of the l2 ball in which a good model is thought to be
-        num_examples    public, and at least the number of rows; None is the number of rows
+        num_examples    public, and at least the number of rows, or fit refuses; None is the number
+                        of rows, which is then public
         """
         self.loss = loss
         self.estimator = estimator
@@ -134,7 +145,8 @@ class DPLinearModel:
     def fit(self: Self, X: Rows, y: Any, *, noise: np.random.Generator | None = None) -> Self:
         """Learn from rows X (an array, or scipy.sparse) and labels y.
 
-        `noise` is for tests: a generator that someone else can rebuild protects nobody.
+        `noise` is for tests: a generator that someone else can rebuild protects nobody, so event_
+        is then NonPrivateDpEvent and epsilon_ infinite.
         """
         self._check()
         rows_ND, labels_N = self._examples(X, y)
@@ -153,6 +165,7 @@ class DPLinearModel:
             max_nonzeros=self.max_nonzeros + int(self.fit_intercept),
             epsilon=float(self.epsilon),
             delta=default_delta(count) if self.delta is None else float(self.delta),
+            is_noise_secret=noise is None,
         )
         source = fresh(noise)
         if self.estimator == "output":
@@ -218,26 +231,22 @@ class DPLinearModel:
             )
 
     def _examples(self, X: Rows, y: Any) -> tuple[Rows, Array]:
-        labels_N = np.asarray(y, dtype=np.float64)
-        if labels_N.ndim != 1 or len(X.shape) != 2 or labels_N.size != X.shape[0]:
+        given_ND, labels_N = numbers(X, "X"), numbers(y, "y")
+        if labels_N.ndim != 1 or given_ND.ndim != 2 or labels_N.size != given_ND.shape[0]:
             raise ValueError(
-                f"Expected a label for each row, found X of shape {X.shape} and y of "
-                f"{labels_N.shape}. Give y as one column."
+                f"Expected a label for each row, found X with {given_ND.ndim} dimensions, y with "
+                f"{labels_N.ndim}, or another number of labels. Give y as one column."
             )
-        if self.loss == "logistic" and not np.isin(labels_N[np.isfinite(labels_N)], (0, 1)).all():
-            raise ValueError(
-                "Expected labels 0 and 1 of the logistic loss, found others. Recode them, or use "
-                'loss="squared".'
-            )
-        kept_N = np.isfinite(labels_N) & finite_rows(sparse.csr_array(X))
-        rows_ND = self._rows(X)
+        kept_N = np.isfinite(labels_N) & finite_rows(sparse.csr_array(given_ND))
+        rows_ND = self._rows(given_ND)
         if self.fit_intercept:
             rows_ND = sparse.hstack([rows_ND, np.ones((labels_N.size, 1))], format="csr")
+        labels_N = np.clip(labels_N, *((0, 1) if self.loss == "logistic" else _LABELS))
         return keep_rows(rows_ND, kept_N), np.where(kept_N, labels_N, 0.0)
 
-    def _rows(self, X: Rows) -> Rows:
+    def _rows(self, given_ND: Rows) -> Rows:
         """As the loss bounds need them: limited, then clipped."""
-        return clip_rows(limit_nonzeros(X, self.max_nonzeros), self.feature_norm)
+        return clip_rows(limit_nonzeros(given_ND, self.max_nonzeros), self.feature_norm)
 
     # ---- predicting ------------------------------------------------------------------------------
 
@@ -245,12 +254,14 @@ class DPLinearModel:
         """Scores <w, x> + b of rows, limited and clipped as in training."""
         if not hasattr(self, "coef_"):
             raise AttributeError("Expected a fitted model, found one without coef_. Call fit.")
-        if X.shape[1] != self.n_features_in_:
+        given_ND = numbers(X, "X")
+        width = given_ND.shape[1] if given_ND.ndim == 2 else "no table"
+        if width != self.n_features_in_:
             raise ValueError(
-                f"Expected {self.n_features_in_} columns, found {X.shape[1]}. Use the columns of "
-                "the data that the model was fitted on."
+                f"Expected {self.n_features_in_} columns, found {width}. Use the columns of the "
+                "data that the model was fitted on."
             )
-        scores_N: Array = self._rows(X) @ self.coef_ + self.intercept_
+        scores_N: Array = self._rows(given_ND) @ self.coef_ + self.intercept_
         return scores_N
 
     def predict_proba(self, X: Rows) -> Array:

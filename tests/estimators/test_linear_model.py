@@ -1,4 +1,4 @@
-"""The linear model: it learns, it says what it spent, and it behaves as scikit-learn expects."""
+"""The linear model: it learns, by every estimator and loss, and refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from lightning_dpsparse.accounting.events import composed, gaussian, poisson_gaussian
-from lightning_dpsparse.estimators.calibration import spent_epsilon
 from lightning_dpsparse.estimators.linear_model import DPLinearModel
 from lightning_dpsparse.estimators.rows import Array
 from tests.estimators.examples import auc, clicks
@@ -57,9 +55,6 @@ def public() -> float:
 def test_it_learns_at_epsilon_three(estimator: str, least: float) -> None:
     model = fit(estimator, epsilon=3.0)
     assert quality(model) > least
-    assert 2.99 < model.epsilon_ <= 3.0
-    assert model.delta_ == 1e-5  # 1 / (10 n), rounded down
-    assert model.epsilon_ == spent_epsilon(model.event_, model.delta_)
     labels_N = model.predict(X[TRAIN:])
     assert np.mean(labels_N == Y[TRAIN:]) > least - 0.12
     chances_N2 = model.predict_proba(X[TRAIN:])
@@ -84,7 +79,6 @@ def test_few_rows_are_sketched_and_many_are_not() -> None:
     assert model.n_iter_ == 2
     # A vertex of the linear program has no more non-zeros than measurements; two steps, two sets.
     assert 0 < np.count_nonzero(model.coef_) <= 2 * 42
-    assert model.event_ == composed([(gaussian(model.noise_multiplier_), 2)])
     plain = fit("gaussian", steps=5, epsilon=3.0)
     whole = fit("sketch", epsilon=3.0)  # as many measurements as columns: no sketch
     np.testing.assert_array_equal(plain.coef_, whole.coef_)
@@ -93,17 +87,14 @@ def test_few_rows_are_sketched_and_many_are_not() -> None:
 def test_pure_dp_by_laplace_noise() -> None:
     model = fit("projection", epsilon=3.0, delta=0.0, steps=6)
     assert (model.delta_, model.noise_multiplier_) == (0.0, pytest.approx(2.0, abs=2e-4))
-    assert 2.99 < model.epsilon_ <= 3.0
     assert quality(model) > 0.7
     output = fit("output", epsilon=100.0, delta=0.0)
     assert output.noise_multiplier_ == pytest.approx(0.01, abs=2e-4)
     assert quality(output) > 0.6
 
 
-def test_sampled_steps_are_charged_as_poisson_samples() -> None:
-    model = fit("gaussian", epsilon=3.0, sampling_rate=0.25, steps=10)
-    assert model.event_ == composed([(poisson_gaussian(0.25, model.noise_multiplier_), 10)])
-    assert quality(model) > 0.8
+def test_it_learns_from_samples() -> None:
+    assert quality(fit("gaussian", epsilon=3.0, sampling_rate=0.25, steps=10)) > 0.8
 
 
 def test_squared_loss_predicts_scores() -> None:
@@ -229,7 +220,6 @@ def test_refusals(bad: dict[str, Any], message: str) -> None:
     [
         (Y[:9], "Expected a label for each row"),
         (Y[:10, None], "Expected a label for each row"),
-        (2.0 * Y[:10] - 1.0, "Expected labels 0 and 1"),
     ],
 )
 def test_labels_are_checked(labels_N: Array, message: str) -> None:
