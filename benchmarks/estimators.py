@@ -104,7 +104,8 @@ def laplace(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator) 
 
 def sketch(z_ND: Any, sizes: Sizes, sigma: float, source: np.random.Generator) -> float:
     n, d, s = sizes
-    sketch_MD = draw_sketch(sketch_size(n, d, s, EPSILON, DELTA), d, source)
+    size = sketch_size(num_columns=d, max_nonzeros=s, divisor=n, noise_multiplier=sigma)
+    sketch_MD = draw_sketch(size, d, source)
     found_D = sketched_mean(
         z_ND, sketch_MD, divisor=n, clip_norm=1.0, noise_multiplier=sigma, noise=source
     )

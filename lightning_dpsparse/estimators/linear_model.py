@@ -57,7 +57,8 @@ class DPLinearModel:
     gaussian      full-batch gradient steps with Gaussian noise: the yardstick
     projection    the same, each gradient projected on an l1 ball; Laplace noise if delta is 0
     sketch        gradients by l1 recovery from a sketch: a dense matrix of measurements x columns
-                  and a linear program a step, so for a few thousand columns
+                  and a linear program a step, so for a few thousand columns; refused where a step
+                  has so little noise that a sketch would measure every column
     output        the regularised minimum with noise, in one release; Laplace noise if delta is 0
     bias_reduced  steps on small random batches, with a random number of them
 

@@ -71,17 +71,21 @@ def test_with_a_huge_budget_it_is_nearly_as_good_as_without_privacy(
     assert quality(fit(estimator, epsilon=1000.0)) > public - gap
 
 
-def test_few_rows_are_sketched_and_many_are_not() -> None:
-    few = 400  # 0.05 x 400 sqrt(7 ln(121 / 7) / ln(100)) = 42 measurements
-    model = DPLinearModel(
-        estimator="sketch", epsilon=0.05, delta=1e-2, max_nonzeros=S, steps=2, num_examples=few
-    ).fit(X[:few], Y[:few], noise=np.random.default_rng(2))
-    assert model.n_iter_ == 2
-    # A vertex of the linear program has no more non-zeros than measurements; two steps, two sets.
-    assert 0 < np.count_nonzero(model.coef_) <= 2 * 42
-    plain = fit("gaussian", steps=5, epsilon=3.0)
-    whole = fit("sketch", epsilon=3.0)  # as many measurements as columns: no sketch
-    np.testing.assert_array_equal(plain.coef_, whole.coef_)
+def test_a_sketch_has_the_size_for_the_noise_of_one_step() -> None:
+    budget: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-3}
+    model = fit("sketch", rows=24, steps=1, **budget)
+    # n sqrt(s ln(d / s)) / sigma = 41.6 with the intercept's column. A vertex of the linear program
+    # has no more non-zeros than that, and hardly fewer.
+    assert 24 * (7 * math.log(121 / 7)) ** 0.5 / model.noise_multiplier_ == pytest.approx(
+        41.6, 0.01
+    )
+    assert 38 <= np.count_nonzero(np.append(model.coef_, model.intercept_)) <= 42
+    # 104 rows: 180 measurements for all the budget in one step, of 121 columns
+    with pytest.raises(ValueError, match="all 121: nothing would be sketched"):
+        fit("sketch", rows=104, steps=1, **budget)
+    assert fit("sketch", rows=104, steps=6, **budget).n_iter_ == 6  # 74 for a sixth of it
+    sampled = fit("sketch", rows=104, steps=1, sampling_rate=0.1, **budget)  # 55 for 10 rows
+    assert 50 <= np.count_nonzero(np.append(sampled.coef_, sampled.intercept_)) <= 55
 
 
 def test_pure_dp_by_laplace_noise() -> None:
