@@ -66,6 +66,11 @@ class DPLinearModel:
 
     After `fit`: coef_, intercept_, event_ (for dp_accounting), epsilon_ and delta_ (what was spent,
     at most what was asked), noise_multiplier_, and n_iter_, the number of noisy steps.
+
+    scikit-learn's clone, pipelines, cross-validation and grids take it. **Every fit spends its own
+    epsilon**: five folds of a grid of ten are fifty fits, fifty-one with the last one on all rows,
+    and an example is in four fifths of them. Their costs add up (compose the event_ of each), and
+    `score` on private rows is not even counted. Search on public data, or account for all of it.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class DPLinearModel:
         self.fit_intercept = fit_intercept
         self.num_examples = num_examples
 
-    # ---- scikit-learn's protocol: enough for its clone, and for grids of parameters --------------
+    # ---- scikit-learn's protocol: for its clone, grids, pipelines and cross-validation -----------
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """All parameters by name. (`deep` is scikit-learn's, and there is nothing deeper.)"""
@@ -133,6 +138,20 @@ class DPLinearModel:
         for name, value in params.items():
             setattr(self, name, value)
         return self
+
+    def __sklearn_tags__(self) -> Any:
+        """A binary classifier, or a regressor, of sparse rows. Only scikit-learn asks."""
+        from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags
+
+        is_classifier = self.loss == "logistic"
+        return Tags(
+            estimator_type="classifier" if is_classifier else "regressor",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(multi_class=False) if is_classifier else None,
+            regressor_tags=None if is_classifier else RegressorTags(),
+            input_tags=InputTags(sparse=True, allow_nan=True),
+            non_deterministic=True,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._changed())})"
@@ -186,7 +205,9 @@ class DPLinearModel:
         self.n_features_in_ = width
         self.coef_: Array = fitted.weights_D[:width]
         self.intercept_ = float(fitted.weights_D[width]) if self.fit_intercept else 0.0
-        self.classes_ = np.array([0, 1]) if self.loss == "logistic" else None
+        vars(self).pop("classes_", None)  # of an earlier fit with another loss
+        if self.loss == "logistic":
+            self.classes_ = np.array([0, 1])
         self.noise_multiplier_, self.n_iter_ = fitted.noise_multiplier, fitted.steps
         self.event_, self.epsilon_, self.delta_ = fitted.event, fitted.epsilon, problem.delta
         return self
@@ -278,3 +299,22 @@ class DPLinearModel:
         """Labels 0 or 1 of the logistic loss, scores of the squared one."""
         scores_N = self.decision_function(X)
         return (scores_N > 0).astype(np.int64) if self.loss == "logistic" else scores_N
+
+    def score(self, X: Rows, y: Any, sample_weight: Any = None) -> float:
+        """Accuracy of the logistic loss, R^2 of the squared one. No noise: for public rows."""
+        labels_N, found_N = numbers(y, "y"), self.predict(X)
+        if labels_N.shape != found_N.shape:
+            raise ValueError("Expected a label for each row, found others. Give y as one column.")
+        if self.loss == "logistic":
+            if not np.isin(labels_N, self.classes_).all():
+                raise ValueError(
+                    "Expected labels 0 and 1 of the logistic loss, found others. Recode them, for "
+                    'fit too, or use loss="squared".'
+                )
+            return float(np.average(found_N == labels_N, weights=sample_weight))
+        middle = np.average(labels_N, weights=sample_weight)
+        left = float(np.average((labels_N - found_N) ** 2, weights=sample_weight))
+        spread = float(np.average((labels_N - middle) ** 2, weights=sample_weight))
+        if spread == 0.0:  # all labels alike: as scikit-learn has it
+            return float(left == 0.0)
+        return 1.0 - left / spread

@@ -184,19 +184,6 @@ def test_a_million_columns() -> None:
         DPLinearModel(estimator="sketch", steps=2).fit(wide, labels_N)
 
 
-def test_it_clones_as_scikit_learn_clones() -> None:
-    model = DPLinearModel(epsilon=2.0, estimator="output", radius=3.0)
-    params = {k: copy.deepcopy(v) for k, v in model.get_params(deep=False).items()}
-    clone = type(model)(**params)
-    assert all(clone.get_params(deep=False)[name] is params[name] for name in params)
-    assert clone.get_params() == model.get_params()
-    assert repr(clone) == "DPLinearModel(estimator='output', epsilon=2.0, radius=3.0)"
-    assert clone.set_params(epsilon=5.0) is clone
-    assert (clone.epsilon, model.epsilon) == (5.0, 2.0)
-    with pytest.raises(ValueError, match=r"found \['sigma'\]"):
-        clone.set_params(sigma=1.0)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
