@@ -144,6 +144,50 @@ def test_the_noise_of_output_is_for_the_largest_move_of_one_example() -> None:
     np.testing.assert_allclose(weights[1] - weights[0], largest * row_and_one(0.6, 0.8), rtol=3e-3)
 
 
+def test_laplace_noise_of_output_is_for_the_largest_move_in_l1() -> None:
+    """With an empty data set the release is nothing but noise, of a scale that is known."""
+    n, penalty, s = 10, 2.0, 3
+    model = DPLinearModel(
+        loss="squared",
+        estimator="output",
+        delta=0.0,
+        max_nonzeros=s,
+        feature_norm=3.0,
+        max_residual=0.5,
+        regularisation=penalty,
+        radius=1e6,
+        num_examples=n,
+    ).fit(np.ones((1, 3)), [np.nan], noise=np.random.default_rng(0))
+    # A row has norm sqrt(10) and 4 non-zeros, with the intercept's. sqrt(s) L / (lambda n) is one
+    # gradient's part, sqrt(2) H / lambda times that all others', and the solver's tolerance is
+    # 1e-3 L / (n sqrt(d)), for both solutions.
+    lipschitz, smoothness = 0.5 * 10**0.5, 10.0
+    one = lipschitz / (penalty * n)
+    largest = one * (2.0 * (1.0 + 2**0.5 * smoothness / penalty) + 2e-3)
+    noise_D = np.append(model.coef_, model.intercept_) / np.random.default_rng(0).laplace(size=4)
+    np.testing.assert_allclose(noise_D, model.noise_multiplier_ * largest, rtol=1e-6)
+
+
+def test_a_sampled_step_is_the_mean_gradient_of_its_sample() -> None:
+    """With next to no noise, and the first numbers of the generator are the sample's."""
+    budget: dict[str, Any] = {"delta": 0.0, "epsilon": 400.0, "steps": 1, "learning_rate": 1.0}
+    model = fit("projection", rows=400, sampling_rate=0.25, fit_intercept=False, **budget)
+    drawn_N = np.random.default_rng(1).random(400) < 0.25
+    expected_D = X[:400][drawn_N].T @ (Y[:400][drawn_N] - 0.5) / (0.25 * 400)
+    # Laplace noise of scale 1/400 x sqrt(6) / 100: largest of 120 columns below 10 scales
+    np.testing.assert_allclose(model.coef_, expected_D, atol=10 * 6**0.5 / 400 / 100)
+    assert np.abs(expected_D).max() > 0.005
+
+
+def test_rows_are_limited_and_then_clipped() -> None:
+    model = DPLinearModel(estimator="output", delta=0.0, max_nonzeros=1, feature_norm=0.5)
+    model.fit(X[:10], Y[:10])
+    model.coef_, model.intercept_ = np.ones(D), 0.0
+    # One non-zero of the 120 is left; its value where it is short, and the norm where it is not.
+    assert model.decision_function(np.full((1, D), 0.25)).tolist() == [0.25]
+    assert model.decision_function(np.full((1, D), 2.0)).tolist() == [0.5]
+
+
 def row_and_one(*row: float) -> Array:
     """The direction of a row of two columns, an empty one, and the intercept's."""
     return np.array([*row, 0.0, 1.0]) / 2**0.5
