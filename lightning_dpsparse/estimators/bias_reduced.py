@@ -102,7 +102,8 @@ def bias_reduced_mean(
     Error: its bias is that of `projected_mean` on all examples (at the largest batch),
     L (s ln(d) ln(1/delta))^(1/4) / sqrt(epsilon n); its root mean square does not fall with n:
     L (s ln(d) ln(1/delta))^(1/4) / sqrt(epsilon), up to sqrt(ln n) and first = 0, so it is for
-    many steps of an optimizer, and its tails are heavy. Dense in the D columns.
+    many steps of an optimizer, and its tails are heavy. (The root mean square is this package's own
+    sum over levels; the poster states none.) Dense in the D columns.
     Reference: the poster, Subsampled Bias-Reduced Gradient Estimator; Blanchet and Glynn 2015.
     """
     source, rows_ND = fresh(noise), as_rows(vectors_ND)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dpsparse.accounting.events import DpEvent, composed
+from lightning_dpsparse.accounting.events import DpEvent, composed, not_private
 from lightning_dpsparse.estimators.bias_reduced import (
     Levels,
     bias_reduced_mean,
@@ -56,6 +56,8 @@ class Problem:
     max_nonzeros: int
     epsilon: float
     delta: float
+    is_noise_secret: bool = True
+    """False where the caller gave the generator: whoever can draw the noise can take it off."""
 
     @property
     def lipschitz(self) -> float:
@@ -81,6 +83,7 @@ class Fitted:
 
     weights_D: Array
     event: DpEvent
+    """Not private, where the noise was not secret."""
     epsilon: float
     noise_multiplier: float
     steps: int
@@ -117,16 +120,20 @@ def equal_steps(
     problem: Problem, estimator: str, count: int, rate: float, noise: np.random.Generator
 ) -> Steps:
     """Plain, projected or sketched means: the same release at every step."""
-    sketch_MD = _sketch(problem, noise) if estimator == "sketch" else None
+    divisor = rate * problem.num_examples
 
     def event_of(noise_multiplier: float) -> DpEvent:
         return composed([(event_of_mean(noise_multiplier, kind=problem.kind, rate=rate), count)])
 
     def estimates(noise_multiplier: float) -> list[Estimate]:
+        sketch_MD = None
+        if estimator == "sketch":  # one for all steps
+            sketch_MD = _sketch(problem, divisor, noise_multiplier, noise)
+
         def estimate(gradients_ND: Rows) -> Array:
             drawn_N = sample(gradients_ND.shape[0], rate, noise)
             shared: dict[str, Any] = {
-                "divisor": rate * problem.num_examples,
+                "divisor": divisor,
                 "clip_norm": problem.lipschitz,
                 "noise_multiplier": noise_multiplier,
                 "noise": noise,
@@ -143,13 +150,25 @@ def equal_steps(
     return Steps(event_of=event_of, estimates=estimates)
 
 
-def _sketch(problem: Problem, noise: np.random.Generator) -> Array | None:
-    """One for all steps; None where as many measurements as columns would be taken."""
+def _sketch(
+    problem: Problem, divisor: float, noise_multiplier: float, noise: np.random.Generator
+) -> Array:
+    """For the noise of one step; refused where it would measure every column."""
     columns = problem.rows_ND.shape[1]
     size = sketch_size(
-        problem.num_examples, columns, problem.max_nonzeros, problem.epsilon, problem.delta
+        num_columns=columns,
+        max_nonzeros=problem.max_nonzeros,
+        divisor=divisor,
+        noise_multiplier=noise_multiplier,
     )
-    return None if size == columns else draw_sketch(size, columns, noise)
+    if size == columns:
+        raise ValueError(
+            f'Expected "sketch" to need fewer measurements than columns, found that {divisor:,.0f} '
+            f"examples a step at a noise multiplier of {noise_multiplier:.3g} call for all "
+            f'{columns:,}: nothing would be sketched. Use "projection", or "gaussian"; or lower '
+            "max_nonzeros if the rows are sparser."
+        )
+    return draw_sketch(size, columns, noise)
 
 
 def bias_reduced_steps(problem: Problem, count: int, noise: np.random.Generator) -> Steps:
@@ -235,10 +254,11 @@ def fit_by_output(
 def _fitted(
     problem: Problem, weights_D: Array, event: DpEvent, noise_multiplier: float, steps: int
 ) -> Fitted:
+    spent = event if problem.is_noise_secret else not_private()
     return Fitted(
         weights_D=weights_D,
-        event=event,
-        epsilon=spent_epsilon(event, problem.delta, grid_for(problem.epsilon)),
+        event=spent,
+        epsilon=spent_epsilon(spent, problem.delta, grid_for(problem.epsilon)),
         noise_multiplier=noise_multiplier,
         steps=steps,
     )

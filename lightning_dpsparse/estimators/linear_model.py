@@ -28,10 +28,13 @@ from lightning_dpsparse.estimators.rows import (
     finite_rows,
     keep_rows,
     limit_nonzeros,
+    numbers,
 )
 
 EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
 Self = TypeVar("Self", bound="DPLinearModel")
+
+_LABELS = (-1e100, 1e100)  # of the squared loss: the sum of larger losses may overflow
 
 # N examples, D columns
 
@@ -41,13 +44,21 @@ class DPLinearModel:
 
     The model, its accounting and everything on the way are private for one example added or
     removed; an example is a row and its label. Public, and yours to choose without a look at the
-    data: the parameters, the number of columns, and the number of examples. Labels of the logistic
-    loss are 0 and 1. An example with a number that is not finite counts as absent.
+    data: the parameters, the number of columns, and the number n of examples.
+
+    n is public: it sets divisor, noise and delta. Where it is left to the data, the guarantee is
+    for an example that is emptied, its place kept. To hide n, give `num_examples`, an upper bound
+    that you knew before.
+
+    No error tells of an example: one with a number that is not finite counts as absent, and labels
+    of the logistic loss, 0 and 1, are clipped to this range. (Recode others before: 1 and 2 are all
+    ones here.)
 
     gaussian      full-batch gradient steps with Gaussian noise: the yardstick
     projection    the same, each gradient projected on an l1 ball; Laplace noise if delta is 0
     sketch        gradients by l1 recovery from a sketch: a dense matrix of measurements x columns
-                  and a linear program a step, so for a few thousand columns
+                  and a linear program a step, so for a few thousand columns; refused where a step
+                  has so little noise that a sketch would measure every column
     output        the regularised minimum with noise, in one release; Laplace noise if delta is 0
     bias_reduced  steps on small random batches, with a random number of them
 
@@ -55,6 +66,11 @@ class DPLinearModel:
 
     After `fit`: coef_, intercept_, event_ (for dp_accounting), epsilon_ and delta_ (what was spent,
     at most what was asked), noise_multiplier_, and n_iter_, the number of noisy steps.
+
+    scikit-learn's clone, pipelines, cross-validation and grids take it. **Every fit spends its own
+    epsilon**: five folds of a grid of ten are fifty fits, fifty-one with the last one on all rows,
+    and an example is in four fifths of them. Their costs add up (compose the event_ of each), and
+    `score` on private rows is not even counted. Search on public data, or account for all of it.
     """
 
     def __init__(
@@ -88,7 +104,8 @@ class DPLinearModel:
                         that balances penalty and noise for "output"
         sampling_rate   of a Poisson sample for every step; not for output and bias_reduced
         radius          of "output": of the l2 ball in which a good model is thought to be
-        num_examples    public, and at least the number of rows; None is the number of rows
+        num_examples    public, and at least the number of rows, or fit refuses; None is the number
+                        of rows, which is then public
         """
         self.loss = loss
         self.estimator = estimator
@@ -105,7 +122,7 @@ class DPLinearModel:
         self.fit_intercept = fit_intercept
         self.num_examples = num_examples
 
-    # ---- scikit-learn's protocol: enough for its clone, and for grids of parameters --------------
+    # ---- scikit-learn's protocol: for its clone, grids, pipelines and cross-validation -----------
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """All parameters by name. (`deep` is scikit-learn's, and there is nothing deeper.)"""
@@ -122,6 +139,20 @@ class DPLinearModel:
             setattr(self, name, value)
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        """A binary classifier, or a regressor, of sparse rows. Only scikit-learn asks."""
+        from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags
+
+        is_classifier = self.loss == "logistic"
+        return Tags(
+            estimator_type="classifier" if is_classifier else "regressor",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(multi_class=False) if is_classifier else None,
+            regressor_tags=None if is_classifier else RegressorTags(),
+            input_tags=InputTags(sparse=True, allow_nan=True),
+            non_deterministic=True,
+        )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._changed())})"
 
@@ -134,7 +165,8 @@ class DPLinearModel:
     def fit(self: Self, X: Rows, y: Any, *, noise: np.random.Generator | None = None) -> Self:
         """Learn from rows X (an array, or scipy.sparse) and labels y.
 
-        `noise` is for tests: a generator that someone else can rebuild protects nobody.
+        `noise` is for tests: a generator that someone else can rebuild protects nobody, so event_
+        is then NonPrivateDpEvent and epsilon_ infinite.
         """
         self._check()
         rows_ND, labels_N = self._examples(X, y)
@@ -153,6 +185,7 @@ class DPLinearModel:
             max_nonzeros=self.max_nonzeros + int(self.fit_intercept),
             epsilon=float(self.epsilon),
             delta=default_delta(count) if self.delta is None else float(self.delta),
+            is_noise_secret=noise is None,
         )
         source = fresh(noise)
         if self.estimator == "output":
@@ -172,7 +205,9 @@ class DPLinearModel:
         self.n_features_in_ = width
         self.coef_: Array = fitted.weights_D[:width]
         self.intercept_ = float(fitted.weights_D[width]) if self.fit_intercept else 0.0
-        self.classes_ = np.array([0, 1]) if self.loss == "logistic" else None
+        vars(self).pop("classes_", None)  # of an earlier fit with another loss
+        if self.loss == "logistic":
+            self.classes_ = np.array([0, 1])
         self.noise_multiplier_, self.n_iter_ = fitted.noise_multiplier, fitted.steps
         self.event_, self.epsilon_, self.delta_ = fitted.event, fitted.epsilon, problem.delta
         return self
@@ -218,26 +253,22 @@ class DPLinearModel:
             )
 
     def _examples(self, X: Rows, y: Any) -> tuple[Rows, Array]:
-        labels_N = np.asarray(y, dtype=np.float64)
-        if labels_N.ndim != 1 or len(X.shape) != 2 or labels_N.size != X.shape[0]:
+        given_ND, labels_N = numbers(X, "X"), numbers(y, "y")
+        if labels_N.ndim != 1 or given_ND.ndim != 2 or labels_N.size != given_ND.shape[0]:
             raise ValueError(
-                f"Expected a label for each row, found X of shape {X.shape} and y of "
-                f"{labels_N.shape}. Give y as one column."
+                f"Expected a label for each row, found X with {given_ND.ndim} dimensions, y with "
+                f"{labels_N.ndim}, or another number of labels. Give y as one column."
             )
-        if self.loss == "logistic" and not np.isin(labels_N[np.isfinite(labels_N)], (0, 1)).all():
-            raise ValueError(
-                "Expected labels 0 and 1 of the logistic loss, found others. Recode them, or use "
-                'loss="squared".'
-            )
-        kept_N = np.isfinite(labels_N) & finite_rows(sparse.csr_array(X))
-        rows_ND = self._rows(X)
+        kept_N = np.isfinite(labels_N) & finite_rows(sparse.csr_array(given_ND))
+        rows_ND = self._rows(given_ND)
         if self.fit_intercept:
             rows_ND = sparse.hstack([rows_ND, np.ones((labels_N.size, 1))], format="csr")
+        labels_N = np.clip(labels_N, *((0, 1) if self.loss == "logistic" else _LABELS))
         return keep_rows(rows_ND, kept_N), np.where(kept_N, labels_N, 0.0)
 
-    def _rows(self, X: Rows) -> Rows:
+    def _rows(self, given_ND: Rows) -> Rows:
         """As the loss bounds need them: limited, then clipped."""
-        return clip_rows(limit_nonzeros(X, self.max_nonzeros), self.feature_norm)
+        return clip_rows(limit_nonzeros(given_ND, self.max_nonzeros), self.feature_norm)
 
     # ---- predicting ------------------------------------------------------------------------------
 
@@ -245,12 +276,14 @@ class DPLinearModel:
         """Scores <w, x> + b of rows, limited and clipped as in training."""
         if not hasattr(self, "coef_"):
             raise AttributeError("Expected a fitted model, found one without coef_. Call fit.")
-        if X.shape[1] != self.n_features_in_:
+        given_ND = numbers(X, "X")
+        width = given_ND.shape[1] if given_ND.ndim == 2 else "no table"
+        if width != self.n_features_in_:
             raise ValueError(
-                f"Expected {self.n_features_in_} columns, found {X.shape[1]}. Use the columns of "
-                "the data that the model was fitted on."
+                f"Expected {self.n_features_in_} columns, found {width}. Use the columns of the "
+                "data that the model was fitted on."
             )
-        scores_N: Array = self._rows(X) @ self.coef_ + self.intercept_
+        scores_N: Array = self._rows(given_ND) @ self.coef_ + self.intercept_
         return scores_N
 
     def predict_proba(self, X: Rows) -> Array:
@@ -266,3 +299,22 @@ class DPLinearModel:
         """Labels 0 or 1 of the logistic loss, scores of the squared one."""
         scores_N = self.decision_function(X)
         return (scores_N > 0).astype(np.int64) if self.loss == "logistic" else scores_N
+
+    def score(self, X: Rows, y: Any, sample_weight: Any = None) -> float:
+        """Accuracy of the logistic loss, R^2 of the squared one. No noise: for public rows."""
+        labels_N, found_N = numbers(y, "y"), self.predict(X)
+        if labels_N.shape != found_N.shape:
+            raise ValueError("Expected a label for each row, found others. Give y as one column.")
+        if self.loss == "logistic":
+            if not np.isin(labels_N, self.classes_).all():
+                raise ValueError(
+                    "Expected labels 0 and 1 of the logistic loss, found others. Recode them, for "
+                    'fit too, or use loss="squared".'
+                )
+            return float(np.average(found_N == labels_N, weights=sample_weight))
+        middle = np.average(labels_N, weights=sample_weight)
+        left = float(np.average((labels_N - found_N) ** 2, weights=sample_weight))
+        spread = float(np.average((labels_N - middle) ** 2, weights=sample_weight))
+        if spread == 0.0:  # all labels alike: as scikit-learn has it
+            return float(left == 0.0)
+        return 1.0 - left / spread

@@ -53,9 +53,10 @@ def draw(size: int, scale: float, kind: Kind, noise: np.random.Generator | None)
 
 
 def fresh(noise: np.random.Generator | None) -> np.random.Generator:
-    """The generator given, or one seeded by the operating system. Whoever gives one has no secret.
+    """The generator given, or one seeded by the operating system.
 
-    Its stream must never be drawn twice: that is for tests.
+    Giving one is for tests. Whoever can rebuild it can take the noise off again: the release is
+    then not private, whatever its `event_of_...` says, which is for noise that nobody knows.
     """
     return np.random.default_rng() if noise is None else noise
 
@@ -63,7 +64,7 @@ def fresh(noise: np.random.Generator | None) -> np.random.Generator:
 def event_of_mean(
     noise_multiplier: float, *, kind: Kind = "gaussian", rate: float = 1.0
 ) -> DpEvent:
-    """Of one `noisy_mean` on all examples, or on a Poisson sample of them.
+    """Of one `noisy_mean` on all examples, or on a Poisson sample of them, its noise kept secret.
 
     Laplace noise of scale b / Delta costs Delta / b for every l1 bound Delta, in any dimension.
 

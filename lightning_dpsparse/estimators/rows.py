@@ -21,6 +21,20 @@ Rows = Any
 # N examples, D columns
 
 
+def numbers(values: Any, name: str) -> Rows:
+    """Values as an array, or as the scipy.sparse one that they are, in float64.
+
+    Guarantees: the error tells of their type, and never of a value nor of its length.
+    """
+    found = values if sparse.issparse(values) else np.asarray(values)
+    if found.dtype.kind not in "biuf":
+        raise ValueError(
+            f"Expected numbers in {name}, found {found.dtype.type.__name__}. Turn it into an array "
+            "of floats."
+        )
+    return found.astype(np.float64)
+
+
 def as_rows(vectors_ND: Rows) -> Rows:
     """A CSR copy in float64, without duplicates. A row that is not finite becomes empty."""
     rows_ND = sparse.csr_array(vectors_ND, dtype=np.float64, copy=True)

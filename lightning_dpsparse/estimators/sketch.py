@@ -19,15 +19,27 @@ _CHUNK = 1 << 22  # entries of sketched examples at a time
 
 
 def sketch_size(
-    num_examples: int, num_columns: int, max_nonzeros: int, epsilon: float, delta: float
+    *, num_columns: int, max_nonzeros: int, divisor: float, noise_multiplier: float
 ) -> int:
-    """M = epsilon n sqrt(s ln(d/s) / ln(1/delta)) measurements, and no more than columns.
+    """M = n / sigma sqrt(s ln(d/s)) measurements, and no more than columns; n is the divisor.
+
+    Basis pursuit from M Gaussian measurements errs by at most a constant times
+
+        ||noise||_2 + (distance to the nearest k-sparse vector in l1) / sqrt(k), k ~ M / ln(d/M).
+
+    Noise of sigma L / n on each measurement makes the first L sigma sqrt(M) / n: more measurements,
+    more noise. The mean's l1 norm is at most L sqrt(s), so the second is at most
+    L sqrt(s ln(d/M) / M): more measurements, better recovery. This M makes both alike, and with
+    sigma = sqrt(ln(1/delta)) / epsilon it is the poster's, epsilon n sqrt(s ln(d/s) / ln(1/delta)).
+    sigma is that of *one* release: a step of many has a larger one, and a smaller sketch.
 
     As many as columns means that a sketch gains nothing: take the plain mechanism.
+    Reference: the poster, Gaussian l1-Recovery; Wojtaszczyk 2010 for the error.
     """
-    spread = math.log(max(math.e, num_columns / max_nonzeros))
-    size = epsilon * num_examples * math.sqrt(max_nonzeros * spread / math.log(1 / delta))
-    return max(1, min(num_columns, math.ceil(size)))
+    spread = max_nonzeros * math.log(max(math.e, num_columns / max_nonzeros))
+    # At no noise the quotient is infinite, and all columns are measured.
+    size = divisor * math.sqrt(spread) / max(noise_multiplier, 1e-300)
+    return max(1, math.ceil(min(num_columns, size)))
 
 
 def draw_sketch(
@@ -85,8 +97,8 @@ def sketched_mean(
     C is sketched_clip_norm(clip_norm, M). The poster trusts A to keep all norms (RIP), which holds
     only with high probability; here the sketched examples are clipped, and privacy holds for all A.
 
-    Error, in l2: L (s ln(d/s) ln(1/delta))^(1/4) / sqrt(epsilon n) at M = sketch_size(...), for
-    vectors of l2 norm L = clip_norm with s non-zeros.
+    Error, in l2: L sqrt(sigma / n) (s ln(d/s))^(1/4) at M = sketch_size(...), for vectors of l2
+    norm L = clip_norm with s non-zeros: L (s ln(d/s) ln(1/delta))^(1/4) / sqrt(epsilon n).
     Memory: M x D for the sketch, dense; the linear program takes seconds from a thousand columns.
     Reference: the poster, Gaussian l1-Recovery.
     """

@@ -25,8 +25,8 @@ class PublicWeights(Callback):
     Args:
         path: A file of `torch.save`: a state dict, or a Lightning checkpoint in one file.
         into: Path of the submodule that the file holds; by default it holds the whole module.
-        fresh: Patterns (as in a shell) of weights that the file may lack, and which keep their
-            initial values: `["head.*"]`, say.
+        fresh: Patterns (as in a shell) of weights that keep their initial values, whether the file
+            lacks them or has others, of whatever shape: `["head.*"]`, say.
     """
 
     def __init__(self, path: str, into: str = "", fresh: list[str] | None = None) -> None:
@@ -35,16 +35,20 @@ class PublicWeights(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_loaded:  # fit, and fit again: what was learned stays
-            return
-        prefix = f"{self.into}." if self.into else ""
-        state = {f"{prefix}{key}": value for key, value in self._read().items()}
-        self._check(state, pl_module.state_dict(), prefix)
-        load_whole_state(pl_module, state)
-        self._is_loaded = True
         run = getattr(trainer.strategy, "private_run", None)
         if isinstance(run, PrivateRun):
             run.trust(f"The data behind the weights of {self.path.name!r}, taken to be public.")
+        if self._is_loaded:  # fit, and fit again: what was learned stays
+            return
+        prefix = f"{self.into}." if self.into else ""
+        state = {
+            f"{prefix}{key}": value
+            for key, value in self._read().items()
+            if not self._is_fresh(key)
+        }
+        self._check(state, pl_module.state_dict(), prefix)
+        load_whole_state(pl_module, state)
+        self._is_loaded = True
 
     def _read(self) -> dict[str, Tensor]:
         if not self.path.is_file():
@@ -56,6 +60,9 @@ class PublicWeights(Callback):
         found: dict[str, Any] = torch.load(self.path, map_location="cpu", mmap=True)
         return found.get("state_dict", found)
 
+    def _is_fresh(self, key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in self.fresh)
+
     def _check(self, state: dict[str, Tensor], mine: dict[str, Any], prefix: str) -> None:
         unknown = [key for key in state if key not in mine]
         lacking = [
@@ -63,7 +70,7 @@ class PublicWeights(Callback):
             for key in mine
             if key.startswith(prefix)
             and key not in state
-            and not any(fnmatchcase(key, f"{prefix}{pattern}") for pattern in self.fresh)
+            and not self._is_fresh(key.removeprefix(prefix))
         ]
         misshapen = [key for key in state if key in mine and mine[key].size() != state[key].size()]
         for keys, fault, remedy in (

@@ -43,6 +43,10 @@ def test_repeated_columns_add_before_they_are_squared() -> None:
     rows_ND = as_rows(sparse.coo_array(([1.0, 1.0, 1.0], ([0, 0, 0], [1, 1, 1])), (1, 2)))
     assert norms_of(rows_ND, 2).tolist() == [3.0]
     assert sum_of(rows_ND).tolist() == [0.0, 3.0]
+    # CSR arrays may repeat columns too, and keep them apart until asked.
+    thrice_ND = sparse.csr_array(([1.0, 1.0, 1.0], [1, 1, 1], [0, 3]), (1, 2))
+    assert norms_of(as_rows(thrice_ND), 2).tolist() == [3.0]
+    assert limit_nonzeros(thrice_ND, 1).toarray().tolist() == [[0.0, 3.0]]
 
 
 def test_which_nonzeros_stay_depends_on_the_columns_alone() -> None:

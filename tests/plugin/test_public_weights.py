@@ -129,21 +129,32 @@ def tune_pictures(path: str) -> dict[str, Any]:
         )
         trainer.fit(module, DataLoader(data, batch_size=50, collate_fn=collate_pictures))
         facts.append(trainer.strategy.private_run.facts())
-    return {"starts": module.starts, "losses": module.losses, "facts": facts[0]}
+    return {"starts": module.starts, "losses": module.losses, "facts": facts}
 
 
-def tune_text(world_size: int, path: str, fresh: list[str]) -> Any:
+def tune_text(
+    world_size: int,
+    path: str,
+    fresh: list[str],
+    save: str | None = None,
+    resume: str | None = None,
+) -> Any:
+    """What the first step began with."""
     torch.manual_seed(0)
     trainer = make_trainer(
         world_size,
         Placement(default="row_wise"),
         SGD,
         privacy=plan(AdaFEST(threshold=2.0), LSG(2, 0.25)),
-        max_steps=2,
-        callbacks=[PublicWeights(path, fresh=fresh)],
+        max_steps=2 if resume is None else 3,
+        max_epochs=-1,
+        callbacks=[PublicWeights(path, fresh=fresh)] if path else [],
     )
-    module = RecordingClassifier()
-    trainer.fit(module, DataLoader(Texts(600), batch_size=60, collate_fn=collate_texts))
+    module, data = RecordingClassifier(), Texts(600)
+    trainer.fit(module, DataLoader(data, batch_size=60, collate_fn=collate_texts), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+        return snapshot(module)
     return module.start
 
 
@@ -162,8 +173,9 @@ def test_convolutions_are_tuned_from_public_weights(one_rank: Ranks, pictures_fi
         assert not torch.equal(found["starts"][1][name], weight)  # what was learned stays
     losses = torch.tensor(found["losses"][:40])
     assert losses[-8:].mean() < losses[:8].mean() - 0.05
-    assert any("'conv.pt', taken to be public" in line for line in found["facts"]["not_covered"])
-    assert found["facts"]["ran"]["dense"] == "LSG"
+    for facts in found["facts"]:  # of both runs: the second goes on from the same weights
+        assert any("'conv.pt', taken to be public" in line for line in facts["not_covered"])
+        assert facts["ran"]["dense"] == "LSG"
 
 
 def text_state() -> dict[str, Tensor]:
@@ -184,6 +196,32 @@ def test_a_transformer_is_tuned_from_public_weights_and_rows(
     start = assemble(two_ranks.run(tune_text, 2, str(path), ["out.*"]))
     assert set(start) == {*state, "out.weight", "out.bias"}
     for name, weight in state.items():
+        assert torch.equal(start[name], weight)
+
+
+def test_fresh_weights_keep_their_initial_values_whatever_the_file_has(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    state = text_state()
+    state["out.weight"], state["out.bias"] = torch.ones(5, 3), state["out.bias"] + 1.0
+    path = tmp_path / "text.pt"
+    torch.save(state, path)
+    initial = assemble(one_rank.run(tune_text, 1, "", []))
+    start = assemble(one_rank.run(tune_text, 1, str(path), ["out.*"]))
+    for name in initial:
+        expected = initial[name] if name.startswith("out.") else state[name]
+        assert torch.equal(start[name], expected)
+
+
+def test_the_weights_of_a_checkpoint_count_where_training_is_resumed(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    path, checkpoint = tmp_path / "text.pt", str(tmp_path / "checkpoint")
+    torch.save(text_state(), path)
+    learned = assemble(one_rank.run(tune_text, 1, str(path), [], checkpoint))
+    start = assemble(one_rank.run(tune_text, 1, str(path), [], None, checkpoint))
+    assert not torch.equal(learned["key.weight"], text_state()["key.weight"])
+    for name, weight in learned.items():
         assert torch.equal(start[name], weight)
 
 
