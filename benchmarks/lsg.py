@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.harness import print_table, write_json_lines
-from benchmarks.step_time import get_ready
+from benchmarks.step_time import get_ready, trainer_for
 from benchmarks.tradeoff import Data, read_json_lines, standard_error
 from lightning_dpsparse import (
     LSG,
@@ -182,18 +182,7 @@ class OverArch:
             optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.02),
         )
         with TemporaryDirectory() as folder:
-            trainer = Trainer(
-                strategy=strategy,
-                default_root_dir=folder,
-                accelerator="cpu",
-                devices=1,
-                max_epochs=1,
-                logger=False,
-                enable_progress_bar=False,
-                enable_checkpointing=False,
-                enable_model_summary=False,
-                num_sanity_val_steps=0,
-            )
+            trainer = trainer_for(strategy, folder)
             trainer.fit(module, self._data.training(), self._data.validation())
         assert strategy.private_run is not None
         self._noise = strategy.private_run.budget.run.noise_multiplier

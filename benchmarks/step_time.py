@@ -197,7 +197,7 @@ def through_lightning(
 def trainer_for(
     strategy: DPSparseStrategy, folder: str, callbacks: Sequence[Callback] = ()
 ) -> Trainer:
-    """Nothing but training, once through what it is fed."""
+    """Nothing but training, once through what it is fed, and validation if it is given any."""
     return Trainer(
         strategy=strategy,
         callbacks=list(callbacks),
@@ -209,6 +209,7 @@ def trainer_for(
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
 
 
