@@ -1,8 +1,9 @@
 """Three ways to turn a key and a stream into standard normal draws.
 
-FastNoise   the framework's own generator, re-keyed for every stream. The default.
 SecureNoise a cryptographic keystream (AES-128 in counter mode), for those who must assume an
             adversary that predicts ordinary generators.
+FastNoise   the same for many numbers on CPUs, where nothing is quicker; for others torch's own
+            generator, re-keyed for every stream. The default.
 RowNoise    a draw is a function of (key, purpose, table, global row, column, step) alone: slow, the
             same however a table is cut, and replayable. Made of 53 bits: it ends at 8.6 standard
             deviations, where the others go on (`tails.py`).
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dpsparse.hashing import U64, mix, unit
-from lightning_dpsparse.noise.keys import RunKey, Stream
+from lightning_dpsparse.noise.keys import KEY_BYTES, RunKey, Stream
+from lightning_dpsparse.noise.keystream import Keystream
 from lightning_dpsparse.noise.tails import deepen_tails_
 
 # R rows, D columns
 
 
-_CHUNK = 1 << 15
-"""Numbers drawn at a time: what stays in cache."""
+_CHUNK_ON_GPU = 1 << 21
+"""Numbers added at a time."""
 
 
 class NoiseSource(Protocol):
@@ -67,8 +68,8 @@ class NoiseSource(Protocol):
         ...
 
 
-class FastNoise:
-    """torch's native generator. On CPU about 4 ns a sample."""
+class SecureNoise:
+    """A cryptographic keystream (`keystream.py`), made on CPUs."""
 
     is_by_row: ClassVar[bool] = False
 
@@ -83,14 +84,44 @@ class FastNoise:
         rows_R: Tensor | None = None,
         steps_R: Tensor | None = None,
     ) -> Tensor:
+        return self._keystream(stream).normal_(out_RD, stddev)
+
+    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
+        return self._keystream(stream).add_(out_RD, stddev)
+
+    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
+        return self._keystream(stream).uniform(count).to(device)
+
+    def _keystream(self, stream: Stream) -> Keystream:
+        return Keystream(self._key.bytes_for(stream, KEY_BYTES))
+
+
+_FEW = 1 << 16
+"""So many numbers are drawn before a keystream has caught up with torch's generator on CPUs, which
+is quicker to begin."""
+
+
+class FastNoise(SecureNoise):
+    """Whatever is quickest: torch's own generator, or for many numbers on CPUs the keystream."""
+
+    def fill_(
+        self,
+        out_RD: Tensor,
+        stream: Stream,
+        stddev: float = 1.0,
+        rows_R: Tensor | None = None,
+        steps_R: Tensor | None = None,
+    ) -> Tensor:
+        if out_RD.device.type == "cpu" and out_RD.numel() > _FEW:
+            return super().fill_(out_RD, stream, stddev)
         return _normal_(out_RD, stddev, self._generator(out_RD.device, stream))
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        generator = self._generator(out_RD.device, stream)
-        flat = out_RD.view(-1)
-        size = min(flat.numel(), (4 if flat.device.type == "cpu" else 64) * _CHUNK)
-        drawn = flat.new_empty(size)
-        for piece in flat.split(max(1, size)):
+        if out_RD.device.type == "cpu" and out_RD.numel() > _FEW:
+            return super().add_(out_RD, stream, stddev)
+        generator, flat = self._generator(out_RD.device, stream), out_RD.view(-1)
+        drawn = flat.new_empty(min(flat.numel(), _CHUNK_ON_GPU))
+        for piece in flat.split(_CHUNK_ON_GPU):
             piece += _normal_(drawn[: piece.numel()], stddev, generator)
         return out_RD
 
@@ -138,68 +169,6 @@ class _Mersenne(threading.local):
 
 
 _MERSENNE = _Mersenne()
-
-_ZEROS = bytes(4 * _CHUNK)
-
-
-class SecureNoise:
-    """AES-128-CTR keystream through the Box-Muller transform, in float32.
-
-    Every stream has an AES key of its own, so that counters never overlap. On CPUs with AES
-    instructions it is as quick as torch's generator.
-    """
-
-    is_by_row: ClassVar[bool] = False
-
-    def __init__(self, key: RunKey) -> None:
-        self._key = key
-
-    def fill_(
-        self,
-        out_RD: Tensor,
-        stream: Stream,
-        stddev: float = 1.0,
-        rows_R: Tensor | None = None,
-        steps_R: Tensor | None = None,
-    ) -> Tensor:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        cipher = Cipher(algorithms.AES(self._key.bytes_for(stream, 16)), modes.CTR(bytes(16)))
-        keystream = cipher.encryptor()
-        memory = bytearray(4 * _CHUNK + 16)
-        words, numbers = torch.frombuffer(memory, dtype=torch.int32), torch.empty(3 * _CHUNK // 2)
-        for piece in out_RD.view(-1).split(_CHUNK):
-            count = piece.numel()
-            half = -(-count // 2)
-            keystream.update_into(memoryview(_ZEROS)[: 8 * half], memory)
-            radius, angle = numbers[: 2 * half].copy_(words[: 2 * half]).chunk(2)
-            # u = |word| / 2^31 keeps all bits near zero, where the tails come from. A sum that
-            # brings words into (0, 1) would lose them.
-            radius.abs_().mul_(2.0**-31).clamp_min_(2.0**-32)
-            radius.log_().mul_(-2.0 * stddev**2).sqrt_()
-            angle.mul_(2.0 * math.pi * 2.0**-32)
-            cosine = torch.cos(angle, out=numbers[_CHUNK : _CHUNK + half]).mul_(radius)
-            piece[:half] = cosine
-            piece[half:] = angle.sin_().mul_(radius)[: count - half]
-            deepen_tails_(
-                piece, stddev, lambda count: _uniform_of(keystream.update(bytes(8 * count)))
-            )
-        return out_RD
-
-    def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        for part, piece in enumerate(out_RD.view(1, -1).split(16 * _CHUNK, dim=1)):
-            piece += self.fill_(torch.empty_like(piece), replace(stream, part=part), stddev)
-        return out_RD
-
-    def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        cipher = Cipher(algorithms.AES(self._key.bytes_for(stream, 16)), modes.CTR(bytes(16)))
-        return _uniform_of(cipher.encryptor().update(bytes(8 * count))).to(device)
-
-
-def _uniform_of(keystream: bytes) -> Tensor:
-    return torch.from_numpy(1.0 - unit(np.frombuffer(keystream, dtype="<u8")))
 
 
 class RowNoise:

@@ -1,0 +1,108 @@
+"""Words of a keystream become normal draws that no single word gives away."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from lightning_dpsparse.noise import erfinv, keystream
+from lightning_dpsparse.noise.keystream import TAIL, Keystream
+
+KEY = bytes(range(16))
+CHUNK = keystream._CHUNK
+
+
+def drawn(count: int, stddev: float = 1.0) -> Tensor:
+    return Keystream(KEY).normal_(torch.full((count,), torch.nan), stddev)
+
+
+def as_numbers(words: Tensor) -> Tensor:
+    return torch.mul(words.to(torch.int32), 2.0**-31)
+
+
+@pytest.mark.parametrize("has_mkl", [True, False])
+def test_erfinv_is_within_a_few_units_in_the_last_place(
+    has_mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_mkl:
+        monkeypatch.setattr(erfinv, "_VMS_ERF_INV", None)
+    elif erfinv._VMS_ERF_INV is None:
+        pytest.skip("this torch comes without MKL")
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
+    # Near zero, and as near one as draws are not made anew.
+    words = torch.cat([words, torch.arange(-5000, 5000), 2**31 - torch.arange(1300, 100_000, 7)])
+    x = as_numbers(words)
+    found = erfinv.erfinv_(x.clone()).double()
+    torch.testing.assert_close(found, torch.erfinv(x.double()), rtol=5e-7, atol=0)
+    ends = erfinv.erfinv_(torch.tensor([-1.0, 0.0, 1.0]))
+    assert ends.tolist() == [-math.inf, 0.0, math.inf]
+
+
+def test_the_cipher_is_aes_in_counter_mode() -> None:
+    """AES-128 of the block zero under the key zero, as in FIPS 197's test of zeros."""
+    block = bytes.fromhex("66e94bd4ef8a2c3b884cfa59ca342b2e")
+    expected = 1.0 - (np.frombuffer(block, dtype="<u8") >> np.uint64(11)) * 2.0**-53
+    assert Keystream(bytes(16)).uniform(2).tolist() == expected.tolist()
+
+
+def test_draws_are_normal() -> None:
+    """A Kolmogorov-Smirnov test of 700,001 draws, more than a few chunks and an odd number, which
+    rejects the right law once in 10^6."""
+    assert stats.kstest(drawn(700_001, 3.0).double() / 3.0, "norm").pvalue > 1e-6
+
+
+def test_what_is_turned_together_is_independent() -> None:
+    """Chi-square of 8 x 8 cells that should hold as many pairs each."""
+    cells = torch.distributions.Normal(0.0, 1.0).cdf(drawn(CHUNK)).mul(8).long().view(2, -1)
+    counts = torch.bincount(8 * cells[0] + cells[1], minlength=64)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-6
+
+
+def test_the_tail_begins_where_words_are_told_apart() -> None:
+    """Of 2^32 words 9.5 * 2^-24 lie beyond, 1216 on either side, to the one that is a tie."""
+    near_one = 2**31 - torch.arange(1, 5000)
+    for sign in (1, -1):
+        beyond = erfinv.erfinv_(as_numbers(sign * near_one)).abs() > TAIL * math.sqrt(0.5)
+        assert abs(int(beyond.sum()) - 1216) <= 1
+
+
+def test_one_word_makes_few_numbers_and_two_make_any() -> None:
+    """Between 3 and 4 words alone have 88,000 numbers, both sides together; float32 has 8 million.
+
+    Of n = 13,800 draws there n^2 / (2 * numbers) repeat another: 1,080, and 11 or some more, as
+    they lie closer towards 3.
+    """
+    keys = [bytes([k] * 16) for k in range(40)]
+    alone = [torch.cat(Keystream(key)._halves(CHUNK // 2)) * math.sqrt(2.0) for key in keys]
+    turned = [Keystream(key).normal_(torch.empty(CHUNK), 1.0) for key in keys]
+
+    def repeated(draws: list[Tensor]) -> int:
+        size = torch.cat(draws).abs()
+        far = torch.cat(draws)[(size > 3.0) & (size < 4.0)]
+        return far.numel() - len(far.unique())
+
+    assert repeated(alone) > 900
+    assert repeated(turned) < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, CHUNK + 3])
+def test_any_numbers_can_be_overwritten_or_added_to(dtype: torch.dtype, count: int) -> None:
+    expected = drawn(count, 0.5).to(dtype)
+    filled = Keystream(KEY).normal_(torch.full((count, 1), torch.nan, dtype=dtype), 0.5)
+    assert torch.equal(filled.view(-1), expected)
+    added = Keystream(KEY).add_(torch.ones(1, count, dtype=dtype), 0.5)
+    assert added.dtype == dtype
+    torch.testing.assert_close(added.view(-1), expected + 1)
+
+
+def test_draws_of_a_stream_go_on() -> None:
+    stream = Keystream(KEY)
+    one, two = (stream.normal_(torch.empty(1000), 1.0) for _ in range(2))
+    assert abs((one * two).mean()) < 5 / math.sqrt(1000)
