@@ -67,7 +67,7 @@ class AutomaticClipping(Clipping):
             raise ValueError(f"Expected stability > 0, found {self.stability}.")
 
     def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
-        return _finite(clip_norm / (squares_KB.sqrt() + self.stability), squares_KB)
+        return _finite(clip_norm / (squares_KB.sqrt() + self.stability))
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,13 @@ class GroupClipping(Clipping):
 
 def _shrink(squares: Tensor, bound: float) -> Tensor:
     # An infinite bound clips nothing; inf / 0 is clamped to one all the same.
-    factors = (bound / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(1.0)
-    return _finite(factors, squares)
+    norms = squares.sqrt().clamp_min_(torch.finfo(squares.dtype).tiny)
+    return _finite(norms.reciprocal_().mul_(bound).clamp_max_(1.0))
 
 
-def _finite(factors: Tensor, squares: Tensor) -> Tensor:
-    """An example whose gradient overflowed or is not a number counts nothing."""
-    return torch.where(squares.isfinite(), factors, torch.zeros_like(factors))
+def _finite(factors: Tensor) -> Tensor:
+    """An example whose gradient overflowed or is not a number counts nothing.
+
+    C / inf is zero by itself.
+    """
+    return factors.nan_to_num_(nan=0.0, posinf=torch.inf)

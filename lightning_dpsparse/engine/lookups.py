@@ -150,6 +150,8 @@ class Runs:
     def only(self, keep_U: Tensor) -> Runs:
         """These rows alone, with their lookups. After one look at all rows, the work of the few."""
         kept_K = keep_U.nonzero().squeeze(1)
+        if kept_K.numel() == 0:  # often none passes a threshold
+            return Runs(kept_K, kept_K, kept_K, kept_K)
         count_K = self.count_U[kept_K]
         position_L = torch.repeat_interleave(count_K)
         shift_K = self.start_U[kept_K] - (count_K.cumsum(0) - count_K)

@@ -93,7 +93,7 @@ def add_up(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
     if order_B is None:
         total_B += values
     else:
-        total_B.index_add_(0, order_B, values)
+        total_B.index_add_(0, order_B, values.to(total_B.dtype))
 
 
 def take(values: Tensor, order_B: Tensor | None) -> Tensor:

@@ -126,11 +126,13 @@ def clipped_sums(
 
     # 4. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
     squares_KB = squares_KB if leader_B is None else squares_KB[:, leader_B]
-    bad_B = ~squares_KB.isfinite().all(0)
+    good_B = squares_KB.isfinite().all(0)
     factors_KB = recipe.clipping.factors(squares_KB, recipe.clip_norm)
     counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
-    factors_KB = factors_KB.masked_fill(bad_B, 0.0).div_(recipe.expected_batch)
-    if bool(bad_B.any()):  # zero times infinity is not zero
+    factors_KB.div_(recipe.expected_batch)
+    if not bool(good_B.all()):  # zero times infinity is not zero
+        bad_B = ~good_B
+        factors_KB.masked_fill_(bad_B, 0.0)
         lookups = [x.without(take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
         dense.drop_examples(bad_B[mine])
 

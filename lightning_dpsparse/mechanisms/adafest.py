@@ -166,9 +166,9 @@ class AdaFEST(Mechanism):
         # One norm over all tables: every rank counts the rows it has, each row once.
         count_B = torch.zeros(ranks.num_examples, device=question.device)
         for b, read, pair in zip(bags, reads, pairs):
-            add_up(count_B, pair.square_norms(_first_columns(b, read)).float(), read.order_B)
+            add_up(count_B, pair.square_norms(_first_columns(b, read)), read.order_B)
         ranks.sum(count_B)
-        weight_B = (self.map_clip_norm / count_B.sqrt()).clamp_max_(1.0)
+        weight_B = count_B.rsqrt_().mul_(self.map_clip_norm).clamp_max_(1.0)
 
         return [
             self._passing(b, read, pair.sums(take(weight_B, read.order_B)), question)
@@ -281,7 +281,8 @@ def _few_coins(
     count = rows.num_rows if selected_R is None else selected_R.numel()
     rows_V = survivors(count, survival(span.threshold, stddev), uniform)
     rows_V = rows_V if selected_R is None else selected_R[rows_V]
-    return keep_U, rows_V[~found_in(rows.row_U, rows_V)]
+    has_own_V = found_in(rows.row_U, rows_V)
+    return keep_U, rows_V[~has_own_V] if bool(has_own_V.any()) else rows_V
 
 
 def _all_coins(

@@ -73,7 +73,7 @@ class Keystream:
         """Twice so many draws of N(0, 1/2), which erfinv makes, each of a word of its own."""
         memory, both = _SCRATCH, 2 * count
         self._bytes.update_into(_ZEROS[: 4 * both], memory.bytes)
-        drawn = torch.mul(memory.words[:both], 2.0**-31, out=memory.numbers[:both])
+        drawn = memory.numbers[:both].copy_(memory.words[:both]).mul_(2.0**-31)
         deepen_tails_(erfinv_(drawn), math.sqrt(0.5), self.uniform, TAIL)
         return drawn[:count], drawn[count:]
 

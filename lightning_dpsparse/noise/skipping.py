@@ -32,6 +32,6 @@ def survivors(num_rows: int, probability: float, uniform: Callable[[int, int], T
         # Whole numbers that float64 holds exactly, up to far beyond the last row.
         rows = skipped.floor_().add_(1.0).cumsum_(0).add_(float(last))
         pieces.append(rows)
-        last, part = min(int(rows[-1].clamp_max(num_rows)), num_rows), part + 1
+        last, part = int(min(float(rows[-1]), num_rows)), part + 1
     found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return found[found < num_rows].long()
+    return found[: int(torch.searchsorted(found, float(num_rows)))].long()
