@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOW_ACCURACY = 1
-"""MKL's VML_LA: within four units in the last place. torch asks for one, which takes twice as
-long."""
+_MODE = 0x1 | 0x100
+"""MKL's VML_LA, within four units in the last place (torch asks for one, which takes twice as long),
+and VML_ERRMODE_IGNORE: an infinite result is no error."""
 
 
 def _of_mkl() -> Any:
@@ -20,7 +20,7 @@ def _of_mkl() -> Any:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).vmsErfInv
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function.restype = None
     return function
 
@@ -35,5 +35,5 @@ def erfinv_(x: Tensor) -> Tensor:
     assert x.device.type == "cpu"
     if _VMS_ERF_INV is None:
         return x.erfinv_()
-    _VMS_ERF_INV(x.numel(), x.data_ptr(), x.data_ptr(), _LOW_ACCURACY)
+    _VMS_ERF_INV(x.numel(), x.data_ptr(), x.data_ptr(), _MODE)
     return x
