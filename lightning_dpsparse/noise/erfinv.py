@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 _MODE = 0x1 | 0x100
-"""MKL's VML_LA, within four units in the last place (torch asks for one, which takes twice as long),
-and VML_ERRMODE_IGNORE: an infinite result is no error."""
+"""MKL's VML_LA, within four units in the last place (torch asks for one, which takes twice as
+long), and VML_ERRMODE_IGNORE: an infinite result is no error."""
 
 
 def _of_mkl() -> Any:

@@ -45,7 +45,7 @@ def test_erfinv_is_within_a_few_units_in_the_last_place(
 
 
 def test_the_cipher_is_aes_in_counter_mode() -> None:
-    """AES-128 of the block zero under the key zero, as in FIPS 197's test of zeros."""
+    """AES-128 of the block zero under the key zero: H of the first test case of GCM."""
     block = bytes.fromhex("66e94bd4ef8a2c3b884cfa59ca342b2e")
     expected = 1.0 - (np.frombuffer(block, dtype="<u8") >> np.uint64(11)) * 2.0**-53
     assert Keystream(bytes(16)).uniform(2).tolist() == expected.tolist()

@@ -77,7 +77,7 @@ def test_the_same_key_and_stream_replay(kind: Any) -> None:
 @pytest.mark.parametrize("kind", SOURCES)
 def test_noise_is_added_to_what_is_there(kind: Any) -> None:
     """Chunk by chunk, none like another, with the deviation that was asked for."""
-    size = 3 * (1 << 15) + 5
+    size = 3 * (1 << 17) + 5
     start = torch.arange(size, dtype=torch.float32)[None] / size
     added = kind(KEY).add_(start.clone(), STREAM, 2.0) - start
     assert abs(added.square().mean() - 4) < 5 * 4 * math.sqrt(2 / size)
