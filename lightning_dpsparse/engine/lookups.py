@@ -75,6 +75,11 @@ class Layout:
         return len(self.table_of_feature) > len(set(self.table_of_feature))
 
     @cached_property
+    def has_feature_by_table(self) -> bool:
+        """Whether every table has one feature, in the tables' order."""
+        return self.table_of_feature == tuple(range(len(self.widths)))
+
+    @cached_property
     def first_row(self) -> tuple[int, ...]:
         """Where each table's rows begin when all are numbered through."""
         starts = [0]
@@ -160,28 +165,29 @@ class Runs:
         return Runs(self.row_U[kept_K], count_K, self.order_L[at_L], position_L)
 
 
-def by_row(row_L: Tensor) -> Runs:
-    sorted_L, order_L = _stable_sort(row_L)
+def by_row(row_L: Tensor, pieces: int = 1) -> Runs:
+    """In `pieces` equal pieces, if all rows of one come before those of the next."""
+    sorted_L, order_L = _stable_sort(row_L, pieces)
     row_U, position_L, count_U = torch.unique_consecutive(
         sorted_L, return_inverse=True, return_counts=True
     )
     return Runs(row_U, count_U, order_L, position_L)
 
 
-_RADIX = 1 << 15
-"""From this many numbers on, PyTorch sorts integers on CPUs by radix."""
+_MANY = 1 << 16
+"""Up to here numpy was seen to sort quicker than PyTorch's radix sort of integers on CPUs."""
 
 
-def _stable_sort(row_L: Tensor) -> tuple[Tensor, Tensor]:
+def _stable_sort(row_L: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
     """Sorted rows, and where they came from. PyTorch's own where nothing is quicker."""
     bits = row_L.numel().bit_length()
-    if row_L.device.type != "cpu" or row_L.numel() >= _RADIX:
+    if row_L.device.type != "cpu" or row_L.numel() > _MANY:
         sorted_L, order_L = torch.sort(row_L, stable=True)
         return sorted_L, order_L
     # A row and its place in one number: no two are equal, and numpy's vectorised sort of numbers
-    # takes a third of the time of PyTorch's sort with places.
+    # takes a third to half of the time of PyTorch's sort with places.
     packed_L = (row_L << bits).bitwise_or_(torch.arange(row_L.numel()))
-    packed_L = torch.from_numpy(np.sort(packed_L.numpy()))
+    packed_L = torch.from_numpy(np.sort(packed_L.view(pieces, -1).numpy(), axis=1)).view(-1)
     return packed_L >> bits, packed_L & ((1 << bits) - 1)
 
 
@@ -237,7 +243,8 @@ class Bags:
     def runs(self) -> Runs:
         """Lookups of a row lie in the order of their examples."""
         if not self.layout.shares_tables:
-            return by_row(self.row_L)
+            is_in_pieces = self.is_one_hot and self.layout.has_feature_by_table
+            return by_row(self.row_L, len(self.layout.widths) if is_in_pieces else 1)
         # An example's lookups by several features may cancel: nobody else's come in between.
         by_example_L = torch.argsort(self.bag_L % max(1, self.num_examples), stable=True)
         runs = by_row(self.row_L[by_example_L])
