@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse import EANA, FusedOptimizer, Placement, PrivacyPlan
+from lightning_dpsparse.engine.rounding import price
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import RowNoise
 from tests.plugin.test_training import SGD, update
@@ -133,6 +134,19 @@ def add_replayed_noise(model: Reference, batch: Any, noisy: PrivacyPlan, step: i
         parameter.grad += piece.view_as(parameter)
 
 
+def rounding_price(model: Reference, example: Any, noisy: PrivacyPlan | None) -> float:
+    """What is taken off the clip norm where there is noise."""
+    if noisy is None:
+        return 0.0
+    numbers = sum(p.numel() for p in model.head.parameters())
+    bags = example.sparse_features.to_dict()
+    for name, _, _, features in TABLES:
+        lookups = sum(int(bags[feature].lengths().sum()) for feature in features)
+        numbers += lookups * model.bags[name].weight.shape[1]
+    sensitivity = noisy.clip_norm / EXPECTED
+    return price(noisy.noise_multiplier * sensitivity, sensitivity, EXPECTED, numbers)
+
+
 def naive(
     start: dict[str, Tensor],
     sizes: list[list[int]],
@@ -168,8 +182,9 @@ def naive(
             loss = F.binary_cross_entropy_with_logits(model(batch), batch.labels.double())
             each = torch.autograd.grad(loss, list(model.parameters()))
             each = [forms[n].of(g) if n in forms else g for n, g in zip(names, each)]
+            bound = clip_norm * (1 - rounding_price(model, batch, noisy))
             total = [
-                t + f * g for t, f, g in zip(total, (factors or flat)(names, each, clip_norm), each)
+                t + f * g for t, f, g in zip(total, (factors or flat)(names, each, bound), each)
             ]
         position += sum(parts)
         for (name, parameter), gradient in zip(model.named_parameters(), total):

@@ -19,6 +19,7 @@ from lightning_dpsparse import AdaFEST, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.mechanism import Question
 from lightning_dpsparse.engine.read import Ranks
+from lightning_dpsparse.engine.rounding import fixed_price, price
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
@@ -64,7 +65,7 @@ class PaperRead:
         width = self.bags.layout.columns[-1].stop
         return Lookup(self.bags, torch.zeros(self.bags.num_examples, width, dtype=torch.float64))
 
-    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+    def apply(self, gradients: list[RowGradient]) -> None:
         raise AssertionError("nothing is applied on paper")
 
 
@@ -84,7 +85,7 @@ def ask(
 ) -> Question:
     ranks = Ranks(reads[0].bags.num_examples, 0, lambda tensor: None)
     lookups = [read.lookup() for read in reads]
-    return Question(reads, lookups, leader_B, ranks, noise, noise_multiplier, step, CPU)
+    return Question(reads, lookups, leader_B, ranks, noise, noise_multiplier, EXPECTED, step, CPU)
 
 
 def rows_read(
@@ -153,10 +154,12 @@ def keep_rows(
     assert mechanism.threshold is not None
     assert plan.noise_multiplier is not None
     count = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in keep.items()}
-    for (name, row), value in naive_map(readers, mechanism.map_clip_norm).items():
-        count[name][row] = value
-    ratio = mechanism.noise_ratio
+    ratio, bound = mechanism.noise_ratio, mechanism.map_clip_norm
     stddev = mechanism.map_clip_norm * plan.noise_multiplier * math.sqrt(ratio**2 + 1)  # sigma1 C1
+    if stddev:
+        bound *= 1 - fixed_price(stddev, EXPECTED)
+    for (name, row), value in naive_map(readers, bound).items():
+        count[name][row] = value
     for name, path in paths.items():
         if stddev:
             drawn = torch.empty(len(count[name]), 1)
@@ -206,7 +209,8 @@ def naive_selecting(
         for group in groups:
             each = [g * m for g, m in zip(_summed(model, group, weighted), _masks(model, keep))]
             norm = math.sqrt(sum(float(g.square().sum()) for g in each))
-            total = [t + min(1.0, plan.clip_norm / norm) * g for t, g in zip(total, each)]
+            bound = plan.clip_norm * (1 - _price(model, group, plan))
+            total = [t + min(1.0, bound / norm) * g for t, g in zip(total, each)]
         for parameter, gradient in zip(model.parameters(), total):
             parameter.grad = gradient / EXPECTED
         # 3. Noise on the same rows, read or not, and one update.
@@ -249,6 +253,22 @@ def _masks(model: Reference, keep: dict[str, Tensor]) -> list[Any]:
         is_table = name.startswith("bags.")
         masks.append(keep[name.split(".")[1]].double()[:, None] if is_table else 1.0)
     return masks
+
+
+def _price(model: Reference, group: list[Any], plan: PrivacyPlan) -> float:
+    """What is taken off the clip norm for rounding."""
+    if not plan.noise_multiplier:
+        return 0.0
+    lookups = [
+        model.bags[name].weight.shape[1] * len(example[1][feature])
+        for example in group
+        for name, _, _, features in small.TABLES
+        for feature in features
+    ]
+    numbers = sum(p.numel() for p in model.head.parameters()) + sum(lookups)
+    sensitivity = plan.clip_norm / EXPECTED
+    sigma = plan.mechanism.gradient_noise(plan.noise_multiplier)
+    return price(sigma * sensitivity, sensitivity, EXPECTED, numbers)
 
 
 def _add_noise(model: Reference, keep: dict[str, Tensor], plan: PrivacyPlan, step: int) -> None:

@@ -26,8 +26,8 @@ class Clipping(ABC):
         return [0] * len(names)
 
     @abstractmethod
-    def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
-        """Factors (K, B) from squared norms (K, B)."""
+    def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
+        """Factors (K, B) from squared norms (K, B), for C of all examples or of each, (B,)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FlatClipping(Clipping):
     tensor([[0.2500, 1.0000, 0.0000]])
     """
 
-    def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
+    def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         return _shrink(squares_KB, clip_norm)
 
 
@@ -66,7 +66,7 @@ class AutomaticClipping(Clipping):
         if self.stability <= 0:
             raise ValueError(f"Expected stability > 0, found {self.stability}.")
 
-    def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
+    def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         return _finite(clip_norm / (squares_KB.sqrt() + self.stability))
 
 
@@ -103,13 +103,13 @@ class GroupClipping(Clipping):
             groups.append(match)
         return groups
 
-    def factors(self, squares_KB: Tensor, clip_norm: float) -> Tensor:
+    def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         total = math.sqrt(sum(share**2 for share in self.shares.values()))
-        bounds = [clip_norm * share / total for share in self.shares.values()]
+        bounds = [clip_norm * (share / total) for share in self.shares.values()]
         return torch.stack([_shrink(row, bound) for row, bound in zip(squares_KB, bounds)])
 
 
-def _shrink(squares: Tensor, bound: float) -> Tensor:
+def _shrink(squares: Tensor, bound: float | Tensor) -> Tensor:
     # An infinite bound clips nothing; inf / 0 is clamped to one all the same.
     norms = squares.sqrt().clamp_min_(torch.finfo(squares.dtype).tiny)
     return _finite(norms.reciprocal_().mul_(bound).clamp_max_(1.0))

@@ -225,6 +225,15 @@ class Bags:
         return self.is_one_hot and len(self.layout.table_of_feature) == len(self.layout.widths)
 
     @cached_property
+    def numbers_B(self) -> Tensor:
+        """How many numbers of the tables here each example read, as float32."""
+        widths_F = [self.layout.widths[table] for table in self.layout.table_of_feature]
+        if self.is_one_hot:
+            return self.offsets.new_full((self.num_examples,), sum(widths_F), dtype=torch.float32)
+        lengths_FB = self.lengths.view(len(widths_F), -1)
+        return (lengths_FB * lengths_FB.new_tensor(widths_F)[:, None]).sum(0).float()
+
+    @cached_property
     def bag_L(self) -> Tensor:
         bags = torch.arange(self.lengths.numel(), device=self.ids_L.device)
         if self.is_one_hot:

@@ -35,6 +35,7 @@ class Question:
     noise: NoiseSource
     noise_multiplier: float
     """The whole step's, over all it releases."""
+    expected_batch: float
     step: int
     device: torch.device
     """Where to work: a rank may have read nothing."""

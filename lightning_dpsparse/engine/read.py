@@ -79,12 +79,8 @@ class Read(Protocol):
     def layout(self) -> Layout: ...
 
     def lookup(self) -> Lookup: ...
-    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
-        """Give the fused optimizer a gradient on rows of each stack, in one call.
-
-        With `decay_later` these rows still owe this step's weight decay, which will shrink the
-        gradient too.
-        """
+    def apply(self, gradients: list[RowGradient]) -> None:
+        """Give the fused optimizer a gradient on rows of each stack, in one call."""
         ...
 
 

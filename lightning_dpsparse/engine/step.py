@@ -21,8 +21,11 @@ from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Lookup
 from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question
 from lightning_dpsparse.engine.norms import square_norms
+from lightning_dpsparse.engine.precision import whole_products
 from lightning_dpsparse.engine.read import Ranks, Read, add_up, renumber, take
+from lightning_dpsparse.engine.rounding import room_left
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
@@ -50,6 +53,15 @@ class Recipe:
             return 0.0  # also where nothing is clipped
         sigma = self.mechanism.gradient_noise(self.noise_multiplier)
         return sigma * self.clip_norm / self.expected_batch
+
+    def bounds(self, numbers_B: Tensor) -> float | Tensor:
+        """What every unit's gradient is clipped to: C, less what rounding may add where the unit
+        touches so many numbers."""
+        stddev = self.noise_stddev
+        if stddev == 0:
+            return self.clip_norm
+        sensitivity = self.clip_norm / self.expected_batch
+        return room_left(stddev, sensitivity, self.expected_batch, numbers_B).mul_(self.clip_norm)
 
 
 @dataclass(frozen=True)
@@ -93,26 +105,52 @@ def clipped_sums(
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
     run, never the number of units drawn. `out` is memory for the dense part, if at hand.
     """
-    # 1. One backward pass. It leaves a gradient at every lookup and at every dense call.
+    # 1. One backward pass. It leaves a gradient at every lookup and at every dense call. What
+    #    follows is done in all bits of float32, whatever the model itself is done in.
     loss_n.sum().backward()
     dense.check_nothing_escaped()
+    with whole_products():
+        return _clip_and_add(loss_n, reads, dense, recipe, ranks, step, leader_B, out)
+
+
+def _clip_and_add(
+    loss_n: Tensor,
+    reads: Sequence[Read],
+    dense: DenseCapture,
+    recipe: Recipe,
+    ranks: Ranks,
+    step: int,
+    leader_B: Tensor | None,
+    out: Tensor | None,
+) -> Clipped:
     mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
     lookups = [read.lookup() for read in reads]
 
     # 2. The rows that take part. What an example does to others counts neither in norm nor in sum.
     question = Question(
-        reads, lookups, leader_B, ranks, recipe.noise, recipe.noise_multiplier, step, loss_n.device
+        reads,
+        lookups,
+        leader_B,
+        ranks,
+        recipe.noise,
+        recipe.noise_multiplier,
+        recipe.expected_batch,
+        step,
+        loss_n.device,
     )
     found = recipe.mechanism.answer(question)
     answers: Sequence[Answer | None] = [None] * len(lookups) if found is None else found
 
     # 3. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
-    #    see of every unit, and one all-reduce tells every rank every unit's norm.
+    #    see of every unit, and one all-reduce tells every rank every unit's norm. So do counts of
+    #    the numbers that a unit touches.
     group = _groups(reads, dense, recipe.clipping)
-    squares_KB = loss_n.new_zeros(recipe.clipping.num_groups, ranks.num_examples)
+    totals = loss_n.new_zeros(recipe.clipping.num_groups + 1, ranks.num_examples)
+    squares_KB, touched_B = totals[:-1], totals[-1]
     for read, lookup, answer in zip(reads, lookups, answers):
         leaders = renumber(leader_B, read.order_B)
         kept = None if answer is None else answer.kept
+        add_up(touched_B, lookup.bags.numbers_B, read.order_B)
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
@@ -122,12 +160,14 @@ def clipped_sums(
     mine_Kn = [squares_B[mine] for squares_B in squares_KB]
     for name, squares_n in dense.square_norms(loss_n.numel(), leader_n):
         mine_Kn[group[name]].add_(squares_n)
-    ranks.sum(squares_KB)
+    ranks.sum(totals)
 
     # 4. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
-    squares_KB = squares_KB if leader_B is None else squares_KB[:, leader_B]
+    if leader_B is not None:
+        squares_KB = squares_KB[:, leader_B]
+        touched_B = torch.zeros_like(touched_B).index_add_(0, leader_B, touched_B)[leader_B]
     good_B = squares_KB.isfinite().all(0)
-    factors_KB = recipe.clipping.factors(squares_KB, recipe.clip_norm)
+    factors_KB = recipe.clipping.factors(squares_KB, recipe.bounds(touched_B + dense.size))
     counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
     factors_KB.div_(recipe.expected_batch)
     if not bool(good_B.all()):  # zero times infinity is not zero
@@ -163,11 +203,11 @@ def release(
 ) -> None:
     """Add noise, update the tables, and leave the dense gradients in `.grad`.
 
-    g~ = clipped sum + N(0, (sigma C / expected batch)^2)
+    g~ = clipped sum + N(0, (sigma C / expected batch)^2), both rounded to one public grid
 
     Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
     """
-    # Dense layers: added up over ranks, plus noise that every rank draws alike.
+    # Dense layers: added up over ranks, rounded, plus noise that every rank draws alike.
     flat = clipped.dense
     if flat.numel():
         ranks.sum(flat)
@@ -181,15 +221,14 @@ def release(
     for read, gradients in zip(reads, clipped.tables):
         updates = []
         for stack, gradient in zip(read.layout.stacks, gradients):
+            if recipe.noise_stddev:
+                round_to_(gradient.values_UD, grid_of(recipe.noise_stddev))
             namesake = read.layout.namesake(stack.tables)
             of_stack = StackNoise(recipe.noise, stack, read.table_names, read.corners, namesake)
             draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
             updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
         for parts in zip_longest(*updates):
-            read.apply(
-                [part or g.empty() for part, g in zip(parts, gradients)],
-                decay_later=recipe.mechanism.defers,
-            )
+            read.apply([part or g.empty() for part, g in zip(parts, gradients)])
 
 
 def _drawing(noise: StackNoise, stddev: float, step: int, like_UD: Tensor) -> Draw:

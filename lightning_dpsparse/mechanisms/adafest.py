@@ -17,6 +17,7 @@ from lightning_dpsparse.engine.contributions import contributions
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
 from lightning_dpsparse.engine.read import Read, Table, add_up, renumber, short_name, take
+from lightning_dpsparse.engine.rounding import fixed_price
 from lightning_dpsparse.engine.rows import RowGradient, found_in
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.skipping import survivors
@@ -168,7 +169,10 @@ class AdaFEST(Mechanism):
         for b, read, pair in zip(bags, reads, pairs):
             add_up(count_B, pair.square_norms(_first_columns(b, read)), read.order_B)
         ranks.sum(count_B)
-        weight_B = count_B.rsqrt_().mul_(self.map_clip_norm).clamp_max_(1.0)
+        bound, stddev = self.map_clip_norm, self.map_stddev(question.noise_multiplier)
+        if stddev:
+            bound *= 1.0 - fixed_price(stddev, question.expected_batch)
+        weight_B = count_B.rsqrt_().mul_(bound).clamp_max_(1.0)
 
         return [
             self._passing(b, read, pair.sums(take(weight_B, read.order_B)), question)

@@ -1,7 +1,16 @@
-"""LazyDP: DP-SGD whose noise waits until a row is read (Lim et al. 2024, arXiv:2404.08847)."""
+"""LazyDP: DP-SGD whose noise waits until a row is read (Lim et al. 2024, arXiv:2404.08847).
+
+A row that takes part in a step gets the step's noise with its gradient, at once, as in DP-SGD. All
+other rows owe it. What they owe says nothing of anybody; it only must not show that they owed. So
+what lands late, in one piece or several, lands on a grid of its own, on which weights add up
+without rounding: nobody can tell a row that was read, and paid in between, from one that was not.
+(The paper defers the noise of rows that were read, too. Their gradient is then rounded to float32
+before its noise arrives, and low bits of a weight tell how many examples there were.)
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,8 +20,9 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.deferred import Clock
 from lightning_dpsparse.engine.draws import StackNoise
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism
+from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
 from lightning_dpsparse.engine.rows import RowGradient, add_to_rows, weighted_runs
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 
 # R rows of a stack, U rows that pay, K pairs of a row and a step that it owes, D width
 
@@ -43,8 +53,38 @@ class LazyDP(Mechanism):
     )
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        if clipped.rows_U.numel():
-            yield clipped
+        return noise_on_rows(clipped, draw)
+
+
+_LEAST_NOISE = 8
+"""Spacings of the grid in the standard deviation of one step. With as many, rounding adds less than
+a part in 700 to the variance of a payment, and several payments have the law of one."""
+
+
+def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
+    """The spacing of weights that owe noise, or None where there is none to owe.
+
+    As fine as leaves room for weights four times the largest, and at least for one: float32 holds
+    2^24 multiples exactly.
+    """
+    if noise_stddev == 0:
+        return None
+    largest = max((float(w.abs().max()) for w in weights if w.numel()), default=0.0)
+    least = math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - 24)
+    grid = max(least, grid_of(noise_stddev))
+    if not is_felt(noise_stddev, grid):
+        raise ValueError(
+            f"Expected noise of at least {_LEAST_NOISE * grid:.2g} on the weights in a step, found "
+            f"{noise_stddev:.2g} (learning rate x noise multiplier x clip norm / batch): float32 "
+            f"weights of up to {largest:.2g} have no digits left for it. Raise the learning rate "
+            "or the clip norm, or use DPSGD."
+        )
+    return grid
+
+
+def is_felt(noise_stddev: float, grid: float | None) -> bool:
+    """Whether a step's noise on the weights is large enough for their grid."""
+    return grid is None or noise_stddev >= _LEAST_NOISE * grid
 
 
 @dataclass(frozen=True)
@@ -61,18 +101,31 @@ class Debts:
     """What the rows of one stack of tables owe. Secret, as are the weights until all is paid.
 
     Guarantees: a row pays for every step exactly once. An interruption can at worst make a row
-    that was about to be read pay twice, never less than it owes.
+    that was about to be read pay twice, never less than it owes. With a grid, weights are multiples
+    of it once `put_on_grid` was called, and stay so.
     """
 
     def __init__(
-        self, mechanism: LazyDP, weight_RD: Tensor, noise: StackNoise, clock: Clock
+        self,
+        mechanism: LazyDP,
+        weight_RD: Tensor,
+        noise: StackNoise,
+        clock: Clock,
+        grid: float | None = None,
     ) -> None:
         self._mechanism, self._weight_RD, self._noise = mechanism, weight_RD, noise
-        self._clock = clock
+        self._clock, self._grid = clock, grid
         self._paid_through_R = torch.zeros(
             len(weight_RD), dtype=torch.int32, device=weight_RD.device
         )
         self._payments = 0
+
+    def put_on_grid(self) -> None:
+        for some_rows in self._weight_RD.split(self._mechanism.chunk_rows):
+            self._round_(some_rows)
+
+    def _round_(self, values: Tensor) -> Tensor:
+        return values if self._grid is None else round_to_(values, self._grid)
 
     def bill(self, rows_U: Tensor) -> Bill:
         """What these rows owe: each listed once, in increasing order. It must be paid as drawn."""
@@ -86,12 +139,12 @@ class Debts:
         else:
             old_UD = self._weight_RD.index_select(0, bill.rows_U)
             new_UD = old_UD.mul_(bill.decay_U.float()[:, None]).add_(bill.noise_UD)
-            self._weight_RD.index_copy_(0, bill.rows_U, new_UD)
-        self.note(bill)
+            self._weight_RD.index_copy_(0, bill.rows_U, self._round_(new_UD))
+        self.note(bill.rows_U, bill.through)
 
-    def note(self, bill: Bill) -> None:
-        """It was paid."""
-        self._paid_through_R.index_fill_(0, bill.rows_U, bill.through)
+    def note(self, rows_U: Tensor, through: int) -> None:
+        """These rows have paid through a step."""
+        self._paid_through_R.index_fill_(0, rows_U, through)
 
     def owing(self, rows_U: Tensor) -> Tensor:
         """Those of the rows that owe anything."""
@@ -113,7 +166,7 @@ class Debts:
         decay_U = self._clock.decay(since_U)
         weight_UD = self._weight_RD[start:stop]
         if decay_U is not None:
-            weight_UD.mul_(decay_U.float()[:, None])
+            self._round_(weight_UD.mul_(decay_U.float()[:, None]))
         weight_UD.add_(owed_UD)
         since_U.fill_(self._clock.now)
 
@@ -123,7 +176,7 @@ class Debts:
         if self._mechanism.aggregate:
             owed_UD = self._weight_RD.new_empty(len(rows_U), width)
             self._noise.fill_(owed_UD, "owed", clock.last_step, rows_U, part=part)
-            return owed_UD.mul_(clock.stddev(since_U).to(owed_UD.dtype)[:, None])
+            return self._round_(owed_UD.mul_(clock.stddev(since_U).to(owed_UD.dtype)[:, None]))
         position_K, step_K, coefficient_K = clock.steps_since(since_U)
         drawn_KD = self._weight_RD.new_empty(len(position_K), width)
         self._noise.fill_(
@@ -132,7 +185,8 @@ class Debts:
         count_U = clock.now - since_U.long()
         start_U = count_U.cumsum(0) - count_U
         index_K = torch.arange(len(position_K), device=rows_U.device)
-        return weighted_runs(drawn_KD, index_K, start_U, coefficient_K.to(drawn_KD.dtype))
+        owed_UD = weighted_runs(drawn_KD, index_K, start_U, coefficient_K.to(drawn_KD.dtype))
+        return self._round_(owed_UD)
 
     def _next_part(self) -> int:
         self._payments += 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, composed, gaussian, gumbel
 from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
@@ -96,13 +97,22 @@ class Histogram(Frequencies):
         source: NoiseSource,
         release: int,
     ) -> dict[str, Tensor]:
-        """The counts of all rows, with noise. `release` names the draws: new every time."""
+        """The counts of all rows, with noise. `release` names the draws: new every time.
+
+        Guarantees: counts and noise are multiples of one public power of two, at most one, so that
+        no digit of a noisy count belongs to its noise alone (`noise/grid.py`).
+        """
         scale = self.scale(tables, examples_per_unit)
+        if grid_of(scale) > 1.0:
+            raise ValueError(
+                f"Expected noise of less than {2**20:,} on counts, found {scale:,.0f}. Use a "
+                "smaller noise_multiplier."
+            )
         noisy = {}
         for table in tables:
             count_R, stream = counts[table.name], Stream("selection", table.name, release)
             drawn_R = self.draw(table.num_rows, scale, source, stream, count_R.device)
-            noisy[table.name] = count_R + drawn_R.double()
+            noisy[table.name] = count_R + round_to_(drawn_R.double(), grid_of(scale))
         return noisy
 
     @abstractmethod

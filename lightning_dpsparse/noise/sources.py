@@ -1,18 +1,16 @@
-"""Three ways to turn a key and a stream into standard normal draws.
+"""Three ways to turn a key and a stream into normal draws on a public grid (`grid.py`).
 
-SecureNoise a cryptographic keystream (AES-128 in counter mode), for those who must assume an
-            adversary that predicts ordinary generators.
-FastNoise   the same for many numbers on CPUs, where nothing is quicker; for others torch's own
-            generator, re-keyed for every stream. The default.
+SecureNoise a cryptographic keystream (AES-128 in counter mode), made on CPUs (`keystream.py`).
+FastNoise   the same on CPUs, where nothing is quicker; elsewhere the device's own generator, keyed
+            for every stream, in float64. The default.
 RowNoise    a draw is a function of (key, purpose, table, global row, column, step) alone: slow, the
             same however a table is cut, and replayable. Made of 53 bits: it ends at 8.6 standard
-            deviations, where the others go on (`tails.py`).
+            deviations, where the others go on.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -21,22 +19,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dpsparse.hashing import U64, mix, unit
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import KEY_BYTES, RunKey, Stream
 from lightning_dpsparse.noise.keystream import Keystream
-from lightning_dpsparse.noise.tails import deepen_tails_
 
 # R rows, D columns
 
 
 _CHUNK_ON_GPU = 1 << 21
-"""Numbers added at a time."""
+"""Numbers drawn at a time."""
 
 
 class NoiseSource(Protocol):
     """Fills tensors with normal draws of mean zero.
 
     Guarantees: fills of different streams are independent; the same key and stream give the same
-    draws again.
+    draws again; draws are multiples of `grid_of(stddev)`.
     """
 
     @property
@@ -60,7 +58,7 @@ class NoiseSource(Protocol):
         ...
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        """Add such draws to `out_RD`, which is contiguous, without memory for all of them."""
+        """Round `out_RD`, which is contiguous, to `grid_of(stddev)`, and add such draws to it."""
         ...
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
@@ -96,13 +94,8 @@ class SecureNoise:
         return Keystream(self._key.bytes_for(stream, KEY_BYTES))
 
 
-_FEW = 1 << 16
-"""So many numbers are drawn before a keystream has caught up with torch's generator on CPUs, which
-is quicker to begin."""
-
-
 class FastNoise(SecureNoise):
-    """Whatever is quickest: torch's own generator, or for many numbers on CPUs the keystream."""
+    """Whatever is quickest: the keystream on CPUs, elsewhere the device's own generator."""
 
     def fill_(
         self,
@@ -112,63 +105,36 @@ class FastNoise(SecureNoise):
         rows_R: Tensor | None = None,
         steps_R: Tensor | None = None,
     ) -> Tensor:
-        if out_RD.device.type == "cpu" and out_RD.numel() > _FEW:
+        if out_RD.device.type == "cpu":
             return super().fill_(out_RD, stream, stddev)
-        return _normal_(out_RD, stddev, self._generator(out_RD.device, stream))
+        return self._add_on_device_(out_RD.zero_(), stream, stddev)
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        if out_RD.device.type == "cpu" and out_RD.numel() > _FEW:
+        if out_RD.device.type == "cpu":
             return super().add_(out_RD, stream, stddev)
-        generator, flat = self._generator(out_RD.device, stream), out_RD.view(-1)
-        drawn = flat.new_empty(min(flat.numel(), _CHUNK_ON_GPU))
-        for piece in flat.split(_CHUNK_ON_GPU):
-            piece += _normal_(drawn[: piece.numel()], stddev, generator)
-        return out_RD
+        return self._add_on_device_(out_RD, stream, stddev)
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
-        return _uniform(count, self._generator(device, stream))
+        if device.type == "cpu":
+            return super().uniform(count, stream, device)
+        generator = self._generator(device, stream)
+        return 1.0 - torch.rand(count, dtype=torch.float64, device=device, generator=generator)
+
+    def _add_on_device_(self, out: Tensor, stream: Stream, stddev: float) -> Tensor:
+        """Two draws in float64 make one: they reach further than either, and nobody waits."""
+        generator, grid = self._generator(out.device, stream), grid_of(stddev)
+        for piece in out.view(-1).split(_CHUNK_ON_GPU):
+            drawn = torch.randn(
+                2, piece.numel(), dtype=torch.float64, device=out.device, generator=generator
+            )
+            whole = drawn.sum(0).mul_(stddev / grid / math.sqrt(2.0)).round_()
+            piece.mul_(1.0 / grid).round_().add_(whole.to(piece.dtype)).mul_(grid)
+        return out
 
     def _generator(self, device: torch.device, stream: Stream) -> torch.Generator:
-        """At the stream's beginning. On CPU the same object every time: use it at once."""
-        if device.type == "cpu":
-            return _MERSENNE.at(self._key, stream)
+        """At the stream's beginning."""
         generator = torch.Generator(device)
         return generator.manual_seed(int.from_bytes(self._key.bytes_for(stream, 8), "big") >> 1)
-
-
-def _normal_(out: Tensor, stddev: float, generator: torch.Generator) -> Tensor:
-    out.normal_(0.0, stddev, generator=generator)
-    return deepen_tails_(out, stddev, lambda count: _uniform(count, generator))
-
-
-def _uniform(count: int, generator: torch.Generator) -> Tensor:
-    return 1.0 - torch.rand(
-        count, dtype=torch.float64, device=generator.device, generator=generator
-    )
-
-
-class _Mersenne(threading.local):
-    """torch's CPU generator with all of its 624 words drawn from the key, one in every thread.
-
-    `manual_seed` will not do: it keeps the low 32 bits of the seed, and a run with a few million
-    streams would use some of them twice.
-    """
-
-    _WORDS = 624
-    _WORDS_AT = 24  # byte offset of the words in torch's generator state; each takes eight bytes
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._state = self._generator.get_state()
-        end = self._WORDS_AT + 8 * self._WORDS
-        self._words = self._state.numpy()[self._WORDS_AT : end].view("<u8")
-
-    def at(self, key: RunKey, stream: Stream) -> torch.Generator:
-        self._words[:] = np.frombuffer(key.bytes_for(stream, 4 * self._WORDS), dtype="<u4")
-        return self._generator.set_state(self._state)
-
-
-_MERSENNE = _Mersenne()
 
 
 class RowNoise:
@@ -199,23 +165,25 @@ class RowNoise:
             drawn_RD = self._draw(stream, stream.step, row_R, column_D)
         else:
             step_R = steps_R.cpu().numpy()
-            drawn_RD = np.empty((rows, columns), dtype=np.float32)
+            drawn_RD = np.empty((rows, columns))
             for step in np.unique(step_R):
                 here = step_R == step
                 drawn_RD[here] = self._draw(stream, int(step), row_R[here], column_D)
-        return out_RD.copy_(torch.from_numpy(drawn_RD)).mul_(stddev)
+        grid = grid_of(stddev)
+        return out_RD.copy_(torch.from_numpy(np.rint(drawn_RD * (stddev / grid)))).mul_(grid)
 
-    def _draw(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> NDArray[np.float32]:
+    def _draw(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> NDArray[np.float64]:
         everywhere = Stream(stream.purpose, stream.table, step)
         k0, k1, k2 = np.frombuffer(self._key.bytes_for(everywhere, 24), dtype="<u8")
         cell_RD = mix(mix(row_R ^ k0)[:, None] + mix(column_D ^ k1)) ^ k2
         radius = np.sqrt(-2.0 * np.log(1.0 - unit(mix(cell_RD))))
         angle = 2.0 * math.pi * unit(mix(cell_RD + np.uint64(1)))
-        return (radius * np.cos(angle)).astype(np.float32)
+        drawn: NDArray[np.float64] = radius * np.cos(angle)
+        return drawn
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        out_RD += self.fill_(torch.empty_like(out_RD), stream, stddev)
-        return out_RD
+        round_to_(out_RD, grid_of(stddev))
+        return out_RD.add_(self.fill_(torch.empty_like(out_RD), stream, stddev))
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         """Keyed by the stream, as elsewhere: these belong to no row."""

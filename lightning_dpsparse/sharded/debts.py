@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_dpsparse.engine.deferred import Clock
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.lookups import Bags, Layout
-from lightning_dpsparse.engine.rows import add_to_bags
-from lightning_dpsparse.mechanisms.lazydp import Bill, Debts, LazyDP
+from lightning_dpsparse.engine.rows import RowGradient, add_to_bags
+from lightning_dpsparse.mechanisms.lazydp import Bill, Debts, LazyDP, is_felt, payment_grid
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.sharded.update import matrix_of
 
@@ -33,20 +33,28 @@ class KernelDebts:
         corners: Sequence[tuple[int, int]],
         mechanism: LazyDP,
         noise: NoiseSource,
+        noise_stddev: float,
     ) -> None:
         self._tbe = kernel.emb_module
         self._clock = Clock(self._tbe.current_device)
+        weights = [matrix_of(self._tbe, stack) for stack in layout.stacks]
+        self.grid = payment_grid(weights, noise_stddev * self._tbe.get_learning_rate())
         self._debts = [
             Debts(
                 mechanism,
-                matrix_of(self._tbe, stack),
+                weight,
                 StackNoise(noise, stack, table_names, corners, layout.namesake(stack.tables)),
                 self._clock,
+                self.grid,
             )
-            for stack in layout.stacks
+            for stack, weight in zip(layout.stacks, weights)
         ]
+        for debts in self._debts:
+            debts.put_on_grid()
         self._bills: list[Bill] = []
         self._all_paid_through = 0
+        self.is_resting = False
+        """Whether this step leaves the tables alone."""
 
     @property
     def is_paid(self) -> bool:
@@ -55,11 +63,15 @@ class KernelDebts:
 
     def owe_for(self, step: int, noise_stddev: float) -> None:
         """Every row owes the noise of one step more. To be called before its gradient is applied:
-        an interruption in between leaves too much noise, not too little."""
-        args = self._tbe.optimizer_args
-        self._clock.tick(
-            step, noise_stddev, self._tbe.get_learning_rate(), float(args.weight_decay)
-        )
+        an interruption in between leaves too much noise, not too little.
+
+        Where the learning rate is so small that the step's noise would be lost in rounding, the
+        tables rest: nothing is applied, and nothing is owed.
+        """
+        args, learning_rate = self._tbe.optimizer_args, self._tbe.get_learning_rate()
+        self.is_resting = not is_felt(noise_stddev * learning_rate, self.grid)
+        if not self.is_resting:
+            self._clock.tick(step, noise_stddev, learning_rate, float(args.weight_decay))
 
     @torch.no_grad()
     def pay_before_reading(self, bags: Bags, *, only_owing: bool) -> None:
@@ -92,9 +104,10 @@ class KernelDebts:
         """Noise that rows of each stack owe for a read on credit, if there was one."""
         return [bill.noise_UD for bill in self._bills] if self._bills else None
 
-    def note_bills_paid(self) -> None:
-        for debts, bill in zip(self._debts, self._bills):
-            debts.note(bill)
+    def note_updated(self, gradients: Sequence[RowGradient]) -> None:
+        """These rows got the step's noise with their gradient, and what they were read on."""
+        for debts, gradient in zip(self._debts, gradients):
+            debts.note(gradient.rows_U, self._clock.now)
         self._bills = []
 
     def pay_bills(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
+from lightning_dpsparse.engine.rounding import check_price, price
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
@@ -53,11 +54,14 @@ class PrivateSteps:
             plan.make_source(key),
             diagnose,
         )
+        check_price(self.rounding_price)
         for collection in self._collections:
             pay_all(list(collection.debts.values()))  # what a run that was interrupted left
             collection.debts.clear()
             if isinstance(plan.mechanism, LazyDP):
-                collection.defer_noise(plan.mechanism, self._recipe.noise)
+                collection.defer_noise(
+                    plan.mechanism, self._recipe.noise, self._recipe.noise_stddev
+                )
             if plan.mechanism.needs_whole_rows:
                 collection.check_whole_rows(type(plan.mechanism).__name__)
         self._sums: Clipped | None = None
@@ -168,6 +172,15 @@ class PrivateSteps:
     def gradient_size(self) -> dict[str, float]:
         """Of the mean step since the last call; empty where it is a secret. Asks all ranks."""
         return {} if self._gradient_size is None else self._gradient_size.take()
+
+    @property
+    def rounding_price(self) -> float:
+        """The part of the clip norm that is kept for rounding, rows of tables aside."""
+        recipe = self._recipe
+        if recipe.noise_stddev == 0:
+            return 0.0
+        sensitivity = recipe.clip_norm / recipe.expected_batch
+        return price(recipe.noise_stddev, sensitivity, recipe.expected_batch, self._dense.size)
 
     @property
     def noise_stddev(self) -> float:

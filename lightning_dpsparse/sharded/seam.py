@@ -76,17 +76,21 @@ class KernelRead:
     def layout(self) -> Layout:
         return self.bags.layout
 
-    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+    def apply(self, gradients: list[RowGradient]) -> None:
+        debts = self.debts
+        if debts is not None and debts.is_resting:
+            debts.pay_bills()
+            return
         apply_to_rows(
             self.kernel,
             self.bags.layout,
             gradients,
             self.steps_before,
-            decay_later=decay_later,
-            also_add=self.debts.bills if self.debts else None,
+            also_add=debts.bills if debts else None,
+            grid=debts.grid if debts else None,
         )
-        if self.debts:
-            self.debts.note_bills_paid()
+        if debts:
+            debts.note_updated(gradients)
 
     def lookup(self) -> Lookup:
         """The read with its gradient, after the backward pass."""
@@ -171,8 +175,8 @@ class Seam(nn.Module):
                         f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
                     )
 
-    def defer_noise(self, mechanism: LazyDP, noise: NoiseSource) -> None:
-        """From now on rows owe noise."""
+    def defer_noise(self, mechanism: LazyDP, noise: NoiseSource, noise_stddev: float) -> None:
+        """From now on rows owe noise, of this standard deviation on each step's gradient."""
         for kernel, pieces in self._kernels():
             self.debts[kernel] = KernelDebts(
                 kernel,
@@ -181,6 +185,7 @@ class Seam(nn.Module):
                 [piece.corner for piece in pieces],
                 mechanism,
                 noise,
+                noise_stddev,
             )
 
     @property

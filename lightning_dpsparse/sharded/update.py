@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Layout, Stack
 from lightning_dpsparse.engine.rows import RowGradient, add_to_rows
+from lightning_dpsparse.noise.grid import round_to_
 
 # F features, K most rows of one table, E width of all features
 
@@ -22,13 +23,13 @@ def apply_to_rows(
     gradients: list[RowGradient],
     steps_before: int,
     *,
-    decay_later: bool = False,
     also_add: list[Tensor] | None = None,
+    grid: float | None = None,
 ) -> None:
     """Update the given rows of each stack of the kernel's tables, once.
 
-    With `decay_later` the rows still owe this step's weight decay. `also_add` goes to the same rows
-    in the same write, as it is.
+    `also_add` goes to the same rows in the same write, as it is. With `grid`, rows stay multiples
+    of it (SGD only).
 
     FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
     lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
@@ -40,7 +41,7 @@ def apply_to_rows(
         return
     tbe = kernel.emb_module
     if tbe.optimizer is EmbOptimType.EXACT_SGD:
-        _descend(tbe, layout.stacks, gradients, decay_later=decay_later, also_add=also_add)
+        _descend(tbe, layout.stacks, gradients, also_add=also_add, grid=grid)
         return
     assert len(gradients) == len(layout.widths)  # optimizers with state: every table by itself
     first = gradients[0]
@@ -77,17 +78,15 @@ def _descend(
     stacks: Sequence[Stack],
     gradients: list[RowGradient],
     *,
-    decay_later: bool,
     also_add: list[Tensor] | None,
+    grid: float | None,
 ) -> None:
     """SGD has no state: w <- (1 - lr decay) w - lr g on the rows themselves.
 
-    At half the price of a lookup of bags, and with a weight decay that FBGEMM's SGD has not. Rows
-    that decay later are given g / (1 - lr decay): it will shrink with them.
+    At half the price of a lookup of bags, and with a weight decay that FBGEMM's SGD has not.
     """
     learning_rate = float(tbe.get_learning_rate())
     keep = 1.0 - learning_rate * float(tbe.optimizer_args.weight_decay)
-    scale = -learning_rate / keep if decay_later else -learning_rate
     for i, (stack, gradient) in enumerate(zip(stacks, gradients)):
         count = gradient.rows_U.numel()
         if count == 0:
@@ -98,12 +97,24 @@ def _descend(
             if keep != 1.0:
                 run.mul_(keep)
             run.add_(gradient.values_UD, alpha=-learning_rate)
-        else:
-            assert decay_later or keep == 1.0  # rows left out would not decay
-            step_UD = gradient.values_UD.mul_(scale)  # nobody needs them any more
-            if also_add is not None:
-                step_UD += also_add[i]
-            add_to_rows(weight, gradient.rows_U, step_UD)
+            continue
+        step_UD = gradient.values_UD.mul_(-learning_rate)  # nobody needs them any more
+        if keep != 1.0:
+            assert also_add is None  # rows that decay pay before they are read
+            new_UD = step_UD.add_(weight.index_select(0, gradient.rows_U), alpha=keep)
+            weight.index_copy_(
+                0, gradient.rows_U, new_UD if grid is None else round_to_(new_UD, grid)
+            )
+            continue
+        if grid is not None:
+            round_to_(step_UD, grid)
+        if also_add is not None:
+            step_UD += also_add[i]
+        add_to_rows(weight, gradient.rows_U, step_UD)
+
+
+def _on(grid: float | None, values: Tensor) -> Tensor:
+    return values if grid is None else round_to_(values, grid)
 
 
 def matrix_of(tbe: Any, stack: Stack) -> Tensor:

@@ -53,7 +53,7 @@ class FakeRead:
         assert self.leaf.grad is not None
         return Lookup(Bags(self.layout, ids, offsets, weights), self.leaf.grad)
 
-    def apply(self, gradients: list[RowGradient], *, decay_later: bool) -> None:
+    def apply(self, gradients: list[RowGradient]) -> None:
         for gradient, rows, width in zip(gradients, LAYOUT.num_rows, LAYOUT.widths):
             dense = torch.zeros(rows, width, dtype=torch.float64)
             dense[gradient.rows_U] = gradient.values_UD

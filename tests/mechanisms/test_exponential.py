@@ -132,7 +132,7 @@ def asked(
     mechanism: ExponentialSelection, noise: float, step: int = 0, **more: Any
 ) -> list[Answer]:
     values: dict[str, Any] = {"reads": READS, "lookups": LOOKUPS, "leader_B": None, "ranks": ALONE}
-    values |= {"device": torch.device("cpu"), **more}
+    values |= {"device": torch.device("cpu"), "expected_batch": 2.0, **more}
     return mechanism.answer(Question(noise=NOISE, noise_multiplier=noise, step=step, **values))
 
 
@@ -240,6 +240,7 @@ def scores(examples: list[Any], leaders: list[int], clip: float) -> Tensor:
         ALONE,
         NOISE,
         0.0,
+        2.0,
         0,
         torch.device("cpu"),
     )

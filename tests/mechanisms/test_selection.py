@@ -22,6 +22,7 @@ from lightning_dpsparse.mechanisms.selection import (
     PublicFrequencies,
     Selection,
 )
+from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 
@@ -132,6 +133,25 @@ def test_gumbel_noise_is_on_every_row_with_scale_one_over_epsilon(
         for rows in (slice(0, 20), slice(20, None)):
             drawn = noise[t.name][rows].numpy() * epsilon
             assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-5
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "histogram", [NoisyHistogram(noise_multiplier=3.0), GumbelHistogram(epsilon=0.3)]
+)
+def test_digits_of_a_noisy_count_do_not_tell_its_noise(source: Any, histogram: Histogram) -> None:
+    """Counts are multiples of the spacing, and so is every noisy count, whatever the count was."""
+    noisy = histogram.noisy(FEW_READ, TABLES, 1, source(RunKey.fixed(2)), 0)
+    grid = grid_of(histogram.scale(TABLES, 1))
+    assert grid <= 1.0
+    for count_R in noisy.values():
+        assert torch.equal(count_R / grid, (count_R / grid).round())
+
+
+def test_noise_too_coarse_for_counts_is_refused() -> None:
+    histogram = NoisyHistogram(noise_multiplier=1e6)
+    with pytest.raises(ValueError, match="Expected noise of less than 1,048,576 on counts"):
+        histogram.noisy(FEW_READ, TABLES, 1, FastNoise(RunKey.fixed(3)), 0)
 
 
 @pytest.mark.parametrize(

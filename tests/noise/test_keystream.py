@@ -1,4 +1,4 @@
-"""Words of a keystream become normal draws that no single word gives away."""
+"""Words of a keystream become normal draws on a grid. (Their law is in `test_law.py`.)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dpsparse.noise import erfinv, keystream
-from lightning_dpsparse.noise.keystream import TAIL, Keystream
+from lightning_dpsparse.noise.grid import grid_of
+from lightning_dpsparse.noise.keystream import Keystream
 
 KEY = bytes(range(16))
 CHUNK = keystream._CHUNK
@@ -57,38 +58,23 @@ def test_draws_are_normal() -> None:
     assert stats.kstest(drawn(700_001, 3.0).double() / 3.0, "norm").pvalue > 1e-6
 
 
-def test_what_is_turned_together_is_independent() -> None:
+def test_neighbours_and_halves_of_a_chunk_are_independent() -> None:
     """Chi-square of 8 x 8 cells that should hold as many pairs each."""
-    cells = torch.distributions.Normal(0.0, 1.0).cdf(drawn(CHUNK)).mul(8).long().view(2, -1)
-    counts = torch.bincount(8 * cells[0] + cells[1], minlength=64)
-    assert stats.chisquare(counts.numpy()).pvalue > 1e-6
+    cells = torch.distributions.Normal(0.0, 1.0).cdf(drawn(CHUNK)).mul(8).long().clamp_max(7)
+    for pairs in (cells.view(2, -1), cells.view(-1, 2).t()):
+        counts = torch.bincount(8 * pairs[0] + pairs[1], minlength=64)
+        assert stats.chisquare(counts.numpy()).pvalue > 1e-6
 
 
-def test_the_tail_begins_where_words_are_told_apart() -> None:
-    """Of 2^32 words 9.5 * 2^-24 lie beyond, 1216 on either side, to the one that is a tie."""
-    near_one = 2**31 - torch.arange(1, 5000)
-    for sign in (1, -1):
-        beyond = erfinv.erfinv_(as_numbers(sign * near_one)).abs() > TAIL * math.sqrt(0.5)
-        assert abs(int(beyond.sum()) - 1216) <= 1
-
-
-def test_one_word_makes_few_numbers_and_two_make_any() -> None:
-    """Between 3 and 4 words alone have 88,000 numbers, both sides together; float32 has 8 million.
-
-    Of n = 13,800 draws there n^2 / (2 * numbers) repeat another: 1,080, and 11 or some more, as
-    they lie closer towards 3.
-    """
-    keys = [bytes([k] * 16) for k in range(40)]
-    alone = [torch.cat(Keystream(key)._halves(CHUNK // 2)) * math.sqrt(2.0) for key in keys]
-    turned = [Keystream(key).normal_(torch.empty(CHUNK), 1.0) for key in keys]
-
-    def repeated(draws: list[Tensor]) -> int:
-        size = torch.cat(draws).abs()
-        far = torch.cat(draws)[(size > 3.0) & (size < 4.0)]
-        return far.numel() - len(far.unique())
-
-    assert repeated(alone) > 900
-    assert repeated(turned) < 100
+@pytest.mark.parametrize("stddev", [1.0, 0.3, 1e-7])
+def test_draws_lie_on_the_grid_and_take_what_they_are_added_to_there(stddev: float) -> None:
+    """Also beside a number that is none of its multiples, small or large."""
+    grid = grid_of(stddev)
+    start = torch.tensor([0.0, 0.4 * grid, 100.3 * grid, stddev / 3, -5 * stddev]).repeat(1000)
+    added = Keystream(KEY).add_(start.clone(), stddev).double() / grid
+    assert torch.equal(added, added.round())
+    whole = (start.double() / grid).round()
+    assert torch.equal(added - whole, drawn(5000, stddev).double() / grid)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

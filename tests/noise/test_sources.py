@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 
@@ -99,15 +100,14 @@ def test_seeding_everything_does_not_reach_it_nor_the_other_way_round(kind: Any)
     assert torch.equal(runs[0][1], runs[1][1])  # and the user's generator is not disturbed
 
 
-def test_fast_streams_hold_more_than_the_32_bits_of_a_torch_seed() -> None:
-    """Two seeds that agree in their low 32 bits are one to torch; our streams are never seeds."""
-    same = [torch.randn(9, generator=torch.Generator().manual_seed(5 + i * 2**32)) for i in (0, 1)]
-    assert torch.equal(*same)  # if torch mends this, `_Mersenne` may go
-    generator = FastNoise(KEY)._generator(torch.device("cpu"), STREAM)
-    words = generator.get_state()[24 : 24 + 8 * 624].view(torch.int64)
-    assert len(words.unique()) > 600
-    assert words.max() < 2**32
-    assert generator.initial_seed() == 0
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("stddev", [1.0, 0.3])
+def test_draws_are_multiples_of_the_grid(kind: Any, stddev: float) -> None:
+    filled = kind(KEY).fill_(torch.empty(100, 100), STREAM, stddev)
+    added = kind(KEY).add_(torch.full((1, 10_000), 0.123), STREAM, stddev)
+    for values in (filled, added):
+        whole = values.double() / grid_of(stddev)
+        assert torch.equal(whole, whole.round())
 
 
 @pytest.mark.parametrize("split", [300, 999])

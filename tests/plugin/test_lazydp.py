@@ -127,7 +127,9 @@ def test_one_rank_is_eager_dp_sgd(one_rank: Ranks, optimizer: Any) -> None:
     expected = eager(one_rank, optimizer)
     [found] = one_rank.run(train, 1, Placement(), optimizer, LAZY, export_at=(57, 123))
     assert_close(whole([found]), whole([expected]), 1e-6)
-    assert (found["seen"] - expected["seen"]).abs().max() <= 1e-6  # what validation read had paid
+    # What validation read had paid. Some thirty rows add up to a prediction, each rounded to the
+    # grid of LazyDP's payments.
+    assert (found["seen"] - expected["seen"]).abs().max() <= 2e-6
     for one, two in zip(found["states"], expected["states"], strict=True):  # so had exports
         assert_close(assemble([one]), assemble([two]), 1e-6)
 

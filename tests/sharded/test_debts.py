@@ -51,6 +51,6 @@ def paid(source: Any, threads: int) -> Tensor:
 @pytest.mark.parametrize("source", [FastNoise, SecureNoise, RowNoise])
 def test_threads_pay_what_one_would(source: Any) -> None:
     alone = paid(source, 1)
-    assert (alone != 0).all()
+    assert (alone != 0).double().mean() > 0.9999  # a draw is nothing once in a million
     for _ in range(5):
         assert torch.equal(paid(source, 4), alone)

@@ -1,0 +1,29 @@
+"""Sums of float32 products in float32, whatever the user allows elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def whole_products() -> Iterator[None]:
+    """Inside, matrix products keep all bits of their factors.
+
+    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends on recent GPUs, has
+    factors rounded to 8 or 11 bits. A clipped sum would then exceed what its norms allow.
+    """
+    backends: Any = torch.backends
+    settings = [backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [setting.fp32_precision for setting in settings]
+    rounded = [(s, found) for s, found in zip(settings, before) if found not in ("ieee", "none")]
+    try:
+        for setting, _ in rounded:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, found in rounded:
+            setting.fp32_precision = found
