@@ -6,8 +6,9 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 _MODE = 0x1 | 0x100
 """MKL's VML_LA, within four units in the last place (torch asks for one, which takes twice as
@@ -28,12 +29,12 @@ def _of_mkl() -> Any:
 _VMS_ERF_INV = _of_mkl()
 
 
-def erfinv_(x: Tensor) -> Tensor:
-    """In place, for contiguous float32 numbers on a CPU, fewer than 2^31 of them."""
-    assert x.dtype == torch.float32
-    assert x.is_contiguous()
-    assert x.device.type == "cpu"
+def erfinv_(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """In place, for contiguous numbers, fewer than 2^31 of them."""
+    assert x.dtype == np.float32
+    assert x.flags.c_contiguous
     if _VMS_ERF_INV is None:
-        return x.erfinv_()
-    _VMS_ERF_INV(x.numel(), x.data_ptr(), x.data_ptr(), _MODE)
+        torch.from_numpy(x).erfinv_()
+    else:
+        _VMS_ERF_INV(x.size, x.ctypes.data, x.ctypes.data, _MODE)
     return x

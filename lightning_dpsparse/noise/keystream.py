@@ -30,9 +30,11 @@ from torch import Tensor
 
 from lightning_dpsparse.hashing import unit
 from lightning_dpsparse.noise.erfinv import erfinv_
-from lightning_dpsparse.noise.grid import grid_of
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 
-_CHUNK = 1 << 18
+Floats = NDArray[np.float32]
+
+_CHUNK = 1 << 17
 """Numbers drawn at a time: what stays in cache, and enough that calls cost less than draws."""
 
 _BLUR = 1 << 15
@@ -76,7 +78,8 @@ class Keystream:
         grid, far = grid_of(stddev), _Far()
         for piece in out.view(-1).split(_CHUNK):
             drawn = self._whole_numbers(piece.numel(), stddev / grid, far)
-            torch.mul(drawn.to(piece), grid, out=piece)
+            np.multiply(drawn, np.float32(grid), out=drawn)
+            piece.copy_(torch.from_numpy(drawn))
         return self._draw_far(out, stddev, far)
 
     def add_(self, out: Tensor, stddev: float) -> Tensor:
@@ -84,22 +87,32 @@ class Keystream:
         grid, far = grid_of(stddev), _Far()
         for piece in out.view(-1).split(_CHUNK):
             drawn = self._whole_numbers(piece.numel(), stddev / grid, far)
-            piece.mul_(1.0 / grid).round_().add_(drawn.to(piece)).mul_(grid)
+            if piece.dtype == torch.float32 and piece.device.type == "cpu":
+                _add_to(piece.numpy(), drawn, grid)
+            else:
+                round_to_(piece, grid).add_(torch.from_numpy(drawn).to(piece), alpha=grid)
         return self._draw_far(out, stddev, far)
 
-    def _whole_numbers(self, count: int, stddev: float, far: _Far) -> Tensor:
+    def _whole_numbers(self, count: int, stddev: float, far: _Far) -> Floats:
         """Draws of this standard deviation, in memory that the next call takes again.
 
-        Those beyond the tail are zero but for their blur, and noted in `far`.
+        Those beyond the tail are zero but for their blur, and noted in `far`. With numpy, whose
+        calls take half the time of torch's: on pieces of this size that is a sixth of the whole.
         """
         memory = _SCRATCH
         self._bytes.update_into(_ZEROS[: 8 * count], memory.bytes)
-        drawn = memory.numbers[:count].copy_(memory.words[:count]).mul_(2.0**-31)
-        far.note_and_clear(erfinv_(drawn).numpy(), memory)
-        drawn.mul_(math.sqrt(2.0) * _gaussian_part(stddev)).round_()
-        memory.words[count : 2 * count].bitwise_and_(0x7FFF7FFF)
+        drawn, other = memory.numbers[:count], memory.others[:count]
+        np.copyto(drawn, memory.words[:count], casting="unsafe")
+        np.multiply(drawn, np.float32(2.0**-31), out=drawn)
+        erfinv_(drawn)
+        far.note_and_clear(drawn, other, memory.is_far[:count])
+        np.multiply(drawn, np.float32(math.sqrt(2.0) * _gaussian_part(stddev)), out=drawn)
+        np.rint(drawn, out=drawn)
+        bits = memory.words[count : 2 * count]
+        np.bitwise_and(bits, np.int32(0x7FFF7FFF), out=bits)
         one, two = memory.halves[2 * count : 3 * count], memory.halves[3 * count : 4 * count]
-        return drawn.add_(torch.sub(one, two, out=memory.blur[:count]))
+        np.copyto(other, np.subtract(one, two, out=memory.blur[:count]))
+        return np.add(drawn, other, out=drawn)
 
     def _draw_far(self, out: Tensor, stddev: float, far: _Far) -> Tensor:
         places, sign = far.found()
@@ -121,12 +134,11 @@ class _Far:
     def __init__(self) -> None:
         self._seen = 0
         self._places: list[NDArray[np.int64]] = []
-        self._values: list[NDArray[np.float32]] = []
+        self._values: list[Floats] = []
 
-    def note_and_clear(self, drawn: NDArray[np.float32], memory: _Scratch) -> None:
+    def note_and_clear(self, drawn: Floats, memory: Floats, is_far: NDArray[np.bool_]) -> None:
         """`drawn` has the standard deviation sqrt(1/2), as erfinv leaves it."""
-        size = np.abs(drawn, out=memory.sizes[: len(drawn)])
-        places = np.flatnonzero(np.greater(size, _TAIL, out=memory.is_far[: len(drawn)]))
+        places = np.flatnonzero(np.greater(np.abs(drawn, out=memory), _TAIL, out=is_far))
         if places.size:
             self._places.append(places + self._seen)
             self._values.append(drawn[places])
@@ -141,16 +153,23 @@ class _Far:
         return torch.from_numpy(places), torch.from_numpy(values).double()
 
 
+def _add_to(values: Floats, drawn: Floats, grid: float) -> None:
+    np.multiply(values, np.float32(1.0 / grid), out=values)
+    np.rint(values, out=values)
+    np.add(values, drawn, out=values)
+    np.multiply(values, np.float32(grid), out=values)
+
+
 class _Scratch(threading.local):
     """Fresh memory would cost as much as the draws."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(8 * _CHUNK + 16)  # the cipher asks for a block more than it fills
-        self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
-        self.halves = torch.frombuffer(self.bytes, dtype=torch.int16)
-        self.numbers = torch.empty(_CHUNK)
-        self.blur = torch.empty(_CHUNK, dtype=torch.int16)
-        self.sizes = np.empty(_CHUNK, dtype=np.float32)
+        self.words = np.frombuffer(self.bytes, dtype=np.int32)
+        self.halves = np.frombuffer(self.bytes, dtype=np.int16)
+        self.numbers = np.empty(_CHUNK, dtype=np.float32)
+        self.others = np.empty(_CHUNK, dtype=np.float32)
+        self.blur = np.empty(_CHUNK, dtype=np.int16)
         self.is_far = np.empty(_CHUNK, dtype=np.bool_)
 
 

@@ -39,9 +39,9 @@ def test_erfinv_is_within_a_few_units_in_the_last_place(
     # Near zero, and as near one as draws are not made anew.
     words = torch.cat([words, torch.arange(-5000, 5000), 2**31 - torch.arange(1300, 100_000, 7)])
     x = as_numbers(words)
-    found = erfinv.erfinv_(x.clone()).double()
+    found = torch.from_numpy(erfinv.erfinv_(x.numpy().copy())).double()
     torch.testing.assert_close(found, torch.erfinv(x.double()), rtol=5e-7, atol=0)
-    ends = erfinv.erfinv_(torch.tensor([-1.0, 0.0, 1.0]))
+    ends = erfinv.erfinv_(np.array([-1.0, 0.0, 1.0], np.float32))
     assert ends.tolist() == [-math.inf, 0.0, math.inf]
 
 
