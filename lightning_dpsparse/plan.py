@@ -101,12 +101,23 @@ class PrivacyPlan:
     fixed_key: int | None = None
     """For tests and replay: noise that anyone can draw again. A run with it is not private."""
 
+    assume_independent_examples: str | None = None
+    """Why no example's loss depends on other examples. Instead of the probe that measures it, where
+    a model cannot be probed; the report says so."""
+
+    assume_post_processing: str | None = None
+    """Why what hooks and layers write to parameters, buffers and released gradients is made of
+    released weights alone (a moving average, a projection). The report says so."""
+
     taints: tuple[str, ...] = ()
     """Other ways in which private data went into this model, for the report: a vocabulary read off
     the data, settings tuned on it, and the like."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taints", tuple(self.taints))  # lists, from YAML
+        for name in ("assume_independent_examples", "assume_post_processing"):
+            if getattr(self, name) is not None and not str(getattr(self, name)).strip():
+                raise ValueError(f"Expected a reason in {name}, found none. Say why, or leave it.")
         self._check_noise()
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
             raise ValueError(
@@ -233,6 +244,21 @@ class PrivacyPlan:
 
     def make_source(self, key: RunKey) -> NoiseSource:
         return _SOURCES[self.noise_source](key)
+
+    def assumptions(self) -> list[str]:
+        """What is taken for granted and not measured, for the report."""
+        found = []
+        if self.assume_independent_examples is not None:
+            found.append(
+                "That no example's loss depends on other examples: "
+                f"{self.assume_independent_examples}"
+            )
+        if self.assume_post_processing is not None:
+            found.append(
+                "That what else is written to the model is made of released weights alone: "
+                f"{self.assume_post_processing}"
+            )
+        return found
 
     def faults(self) -> list[str]:
         """Why a run of this plan is not private, if it is not."""

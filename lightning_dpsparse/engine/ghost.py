@@ -144,6 +144,7 @@ class DenseCapture(Recorder):
         live = self._reached(name)
         for _, use in live:
             assert use.gradient is not None
+            use.check_inputs()
             found = {*use.first_dimensions(), use.gradient.shape[0]}
             if found != {num_examples}:
                 raise ValueError(

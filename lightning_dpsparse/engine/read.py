@@ -48,6 +48,8 @@ class Ranks:
     """Add a tensor up over all ranks, in place."""
     rank: int = 0
     world_size: int = 1
+    word: float = 0.0
+    """What this rank tells the others along with its norms."""
 
 
 class Read(Protocol):

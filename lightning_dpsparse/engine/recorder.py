@@ -26,9 +26,12 @@ from lightning_dpsparse.engine.uses import (
     Rows,
     Use,
     operation_name,
+    whole,
 )
 
 T = TypeVar("T", bound=Tensor)
+
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 MOST_NUMBERS_PER_EXAMPLE = 1 << 16
 """Parameters up to this size may have their per-example gradients built."""
@@ -69,6 +72,8 @@ class Recorder:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch call that may read a parameter. Everything in here goes straight to torch."""
+        if func == _DATA:  # as `detach`, whose writes are counted: nobody changes it unseen
+            return args[0].detach()
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.linear:
@@ -96,6 +101,25 @@ class Recorder:
                     "gradient that did not. Do not cache views of parameters between steps."
                 )
 
+    def made(self, leaf: Tensor) -> bool:
+        """Whether a leaf of the graph is one that recording put there."""
+        return any(leaf is use.reason for uses in self._uses.values() for _, use in uses)
+
+    @property
+    def path(self) -> tuple[tuple[str, str, str], ...]:
+        """Which parameters were read, and how: the same in every step of an ordinary model."""
+        return tuple(
+            (name, role, use.what) for name, uses in self._uses.items() for role, use in uses
+        )
+
+    def recorded(self) -> dict[str, list[tuple[str, Use]]]:
+        """Every call, by the parameter that it read."""
+        return self._uses
+
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has been here."""
+        return any(use.gradient is not None for uses in self._uses.values() for _, use in uses)
+
     def reads_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a parameter is among the arguments, or in a list among them."""
         given = [*args, *kwargs.values()]
@@ -110,7 +134,7 @@ class Recorder:
         return parameter.detach()
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        use = Product("linear", inputs=input.detach() if input.requires_grad else input)
+        use = Product("linear", inputs=_noted(input))
         weight = self._record(weight, "weight", use)
         offset = self._record(bias, "bias", use) if bias is not None else None
         return use.watch(F.linear(input, weight, offset))
@@ -127,9 +151,7 @@ class Recorder:
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        use = Normalised(
-            "layer_norm", inputs=input.detach(), shape=tuple(normalized_shape), eps=eps
-        )
+        use = Normalised("layer_norm", inputs=_noted(input), shape=tuple(normalized_shape), eps=eps)
         scale = self._record(weight, "scale", use) if weight is not None else None
         shift = self._record(bias, "shift", use) if bias is not None else None
         return use.watch(F.layer_norm(input, normalized_shape, scale, shift, eps))
@@ -151,7 +173,7 @@ class Recorder:
         kernel, dilations = (weight.shape[2], weight.shape[3]), _pair(dilation)
         use = Convolution(
             "conv2d",
-            inputs=input.detach(),
+            inputs=_noted(input),
             kernel=kernel,
             stride=_pair(stride),
             dilation=dilations,
@@ -175,7 +197,7 @@ class Recorder:
         made = out if isinstance(out, (list, tuple)) else [out]
         if not any(isinstance(v, Tensor) and v.is_floating_point() for v in made):
             return out
-        if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
+        if func is Tensor.detach:
             return out
         mine = [v for v in values if isinstance(v, Tensor) and id(v) in self._name]
         if what == "__getitem__" and isinstance(args[1], int) and mine:
@@ -227,6 +249,11 @@ class Recorder:
             self._slices[key] = part
             self._name[id(part.value)] = key
         return self._slices[key].value
+
+
+def _noted(input: Tensor) -> Tensor:
+    """An input as it is kept for the backward pass."""
+    return whole(input.detach() if input.requires_grad else input)
 
 
 def _watched(kind: type[T], capture: Recorder) -> type[T]:

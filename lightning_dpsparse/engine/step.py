@@ -74,6 +74,8 @@ class Clipped:
     """All dense parameters end to end, each in its form; this rank's examples only."""
     units_clipped: Tensor | None = None
     """Units that were clipped, and units in all; where the recipe asks for it."""
+    word: float = 0.0
+    """What the ranks told each other, added up."""
 
     def __add__(self, other: Clipped) -> Clipped:
         """The sums of two parts of a batch."""
@@ -84,7 +86,7 @@ class Clipped:
         counts = None
         if self.units_clipped is not None and other.units_clipped is not None:
             counts = self.units_clipped + other.units_clipped
-        return Clipped(tables, self.dense + other.dense, counts)
+        return Clipped(tables, self.dense + other.dense, counts, self.word + other.word)
 
 
 def clipped_sums(
@@ -145,8 +147,9 @@ def _clip_and_add(
     #    see of every unit, and one all-reduce tells every rank every unit's norm. So do counts of
     #    the numbers that a unit touches.
     group = _groups(reads, dense, recipe.clipping)
-    totals = loss_n.new_zeros(recipe.clipping.num_groups + 1, ranks.num_examples)
-    squares_KB, touched_B = totals[:-1], totals[-1]
+    totals = loss_n.new_zeros(recipe.clipping.num_groups + 1, ranks.num_examples + 1)
+    squares_KB, touched_B, word = totals[:-1, :-1], totals[-1, :-1], totals[-1, -1]
+    word.fill_(ranks.word)
     for read, lookup, answer in zip(reads, lookups, answers):
         leaders = renumber(leader_B, read.order_B)
         kept = None if answer is None else answer.kept
@@ -167,10 +170,11 @@ def _clip_and_add(
         squares_KB = squares_KB[:, leader_B]
         touched_B = torch.zeros_like(touched_B).index_add_(0, leader_B, touched_B)[leader_B]
     good_B = squares_KB.isfinite().all(0)
+    all_good, heard = torch.stack([good_B.all().to(word.dtype), word]).tolist()  # one wait
     factors_KB = recipe.clipping.factors(squares_KB, recipe.bounds(touched_B + dense.size))
     counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
     factors_KB.div_(recipe.expected_batch)
-    if not bool(good_B.all()):  # zero times infinity is not zero
+    if not all_good:  # zero times infinity is not zero
         bad_B = ~good_B
         factors_KB.masked_fill_(bad_B, 0.0)
         lookups = [x.without(take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
@@ -190,7 +194,7 @@ def _clip_and_add(
     flat = dense.new_flat() if out is None else out
     for name, piece in dense.pieces(flat).items():
         dense.clipped_sum(name, factors_Kn[group[name]], out=piece)
-    return Clipped(sums_of_tables, flat, counts)
+    return Clipped(sums_of_tables, flat, counts, heard)
 
 
 def release(

@@ -30,6 +30,20 @@ class Use(ABC):
     """The operation, for messages."""
     gradient: Tensor | None = None
     """d loss / d output of the call. Stays None if the output never reached the loss."""
+    reason: Tensor | None = None
+    """What made the output require a gradient, where nothing before it did."""
+
+    def __post_init__(self) -> None:
+        self._versions = [value._version for value in self.batched()]
+
+    def check_inputs(self) -> None:
+        """Autograd would look after them, had it been left to compute the weight's gradient."""
+        if [value._version for value in self.batched()] != self._versions:
+            raise ValueError(
+                f"Expected the inputs of {self.what!r} to stay as they were until the backward "
+                "pass, found that they were written to in place. Write to a new tensor: x = x + y, "
+                "not x += y."
+            )
 
     def watch(self, output: Tensor) -> Tensor:
         """Have the backward pass leave the output's gradient here."""
@@ -37,7 +51,8 @@ class Use(ABC):
             if not output._is_view():
                 started: Tensor = _Source.apply(_WANTED, self, [output])
                 return started
-            output = output + output.new_zeros((), requires_grad=True)
+            self.reason = output.new_zeros((), requires_grad=True)
+            output = output + self.reason
         index = output.output_nr
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
@@ -50,7 +65,7 @@ class Use(ABC):
 
     def keep(self, gradient: Tensor | None) -> None:
         if gradient is not None:  # it is not copied: nobody writes to a gradient that others hold
-            self.gradient = gradient.detach() if gradient.requires_grad else gradient
+            self.gradient = whole(gradient.detach() if gradient.requires_grad else gradient)
 
     def drop(self, bad_B: Tensor) -> None:
         """Forget some examples, inputs included."""
@@ -60,6 +75,10 @@ class Use(ABC):
     @abstractmethod
     def first_dimensions(self) -> list[int]:
         """First dimensions of inputs and output: each must be the batch."""
+
+    def batched(self) -> list[Tensor]:
+        """What went into the call, examples in front."""
+        return []
 
 
 @dataclass
@@ -107,6 +126,10 @@ class Product(Use):
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
         return [self.inputs.shape[0] if self.inputs.dim() > 1 else -1]
+
+    def batched(self) -> list[Tensor]:
+        assert self.inputs is not None
+        return [self.inputs]
 
     def positions(self) -> Positions:
         assert self.inputs is not None
@@ -157,6 +180,10 @@ class Rows(Use):
         assert self.ids is not None
         return [self.ids.shape[0] if self.ids.dim() else -1]
 
+    def batched(self) -> list[Tensor]:
+        assert self.ids is not None
+        return [self.ids]
+
     def pairs(self) -> tuple[Tensor, Tensor]:
         """ids (B, T) and g (B, T, D)."""
         assert self.ids is not None
@@ -181,6 +208,10 @@ class Normalised(Use):
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
         return [self.inputs.shape[0] if self.inputs.dim() > len(self.shape) else -1]
+
+    def batched(self) -> list[Tensor]:
+        assert self.inputs is not None
+        return [self.inputs]
 
     def terms(self, *, scale: bool) -> Tensor:
         """(B, T, numbers in the parameter)."""
@@ -207,6 +238,9 @@ class General(Use):
 
     def first_dimensions(self) -> list[int]:
         return [value.shape[0] for value in self.inputs] or [-1]
+
+    def batched(self) -> list[Tensor]:
+        return list(self.inputs)
 
     def per_example(self) -> Tensor:
         """(B, numbers in the parameter), checked against the gradient of the whole batch."""
@@ -244,6 +278,12 @@ class General(Use):
             f"Expected operations that treat each example by itself, found {self.what!r}, which "
             f"{fault}. Use nn.Linear, LayerNorm or nn.Embedding."
         )
+
+
+def whole(value: Tensor) -> Tensor:
+    """In float32 at least: inside autocast layers compute in half of it, and a norm of 8 bits would
+    let a clipped gradient exceed its bound."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def operation_name(func: Any) -> str:
@@ -303,6 +343,7 @@ class _Source(torch.autograd.Function):
 
 
 _WANTED = torch.empty(0, requires_grad=True)
+"""What a graph that begins here begins with."""
 
 
 def _without(value: Tensor, bad_B: Tensor) -> Tensor:

@@ -87,10 +87,13 @@ class PrivacyMonitor(Callback):
             sizes = run.gradient_size()
             by_table = {name: size for name, size in sizes.items() if "/" in name}
             values |= {name: size for name, size in sizes.items() if "/" not in name}
-            for logger in trainer.loggers if by_table else ():
-                # Past Lightning's own log, which takes a millisecond for every value.
-                logger.log_metrics(by_table, step=trainer.global_step - 1)
-        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            with run.logs.ours():
+                for logger in trainer.loggers if by_table else ():
+                    # Past Lightning's own log, which takes a millisecond for every value.
+                    logger.log_metrics(by_table, step=trainer.global_step - 1)
+        with run.logs.ours():
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+        pl_module.log_dict(run.diagnostics(), on_step=True, on_epoch=False, batch_size=1)
 
 
 class PrivacyReport(Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,10 @@ from torch.utils.data import (
 
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.plugin.datasets import check_no_repeats
+from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
+from lightning_dpsparse.plugin.probe.coupling import Reader
 from lightning_dpsparse.sampling.poisson import (
     Phase,
     PoissonBatches,
@@ -48,6 +52,8 @@ class Place:
     planned_steps: int | None
     """Of the trainer, where it says so before it has seen a loader."""
     is_one_epoch: bool
+    deliveries: Deliveries
+    """Is told who is drawn."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,11 @@ class DataShape:
     in_order: Callable[[Phase | None], Any] | None = None
     """This rank's share of a phase's data, or of all of it, once through; None if the data cannot
     be read so."""
+    reader: Reader | None = None
+    """How single examples are read; None if the data cannot be read so."""
+
+    dataset: object = None
+    """What the training loader reads, where that is known."""
 
     @property
     def accounted(self) -> tuple[object, ...]:
@@ -132,14 +143,17 @@ def _poisson(
         batch,
         sampler=sampler if plan.draws_whole_users else None,
         in_order=lambda phase: _over(loader, _InOrder(units, phase, place)),
+        reader=_reader(loader),
+        dataset=loader.dataset,
     )
-    return _over(loader, batches), shape
+    return _over(loader, _Noted(batches, place.deliveries)), shape
 
 
 def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
     """What is drawn, and how many units are protected."""
     size = len(cast(Sized, dataset))
     if not isinstance(plan.unit, Users):
+        check_no_repeats(dataset)
         return AllExamples(size), size
     users = _attribute(dataset, "users", "whose each example is", "unit")
     if len(users) != size:
@@ -192,6 +206,7 @@ def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
 
 
 def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[object, DataShape]:
+    check_no_repeats(loader.dataset)
     size = len(cast(Sized, loader.dataset))
     each = cast(int, loader.batch_size)
     deal = EvaluationBatches(size, each, place.rank, place.world_size, drop_last=False)
@@ -201,8 +216,11 @@ def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[o
         batch,
         steps_per_pass=len(deal),
         in_order=lambda phase: _over(loader, _InOrder(AllExamples(size), phase, place)),
+        reader=_reader(loader),
+        dataset=loader.dataset,
     )
-    return _over(loader, _FromStep(deal, place.present_step)), shape
+    batches = _FromStep(deal, place.present_step)
+    return _over(loader, _Noted(batches, place.deliveries)), shape
 
 
 def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
@@ -253,6 +271,21 @@ class _FromStep:
         return (batch for i, batch in enumerate(self._batches) if i >= done)
 
 
+class _Noted:
+    """Batches of a sampler, each noted before it is read."""
+
+    def __init__(self, batches: Any, deliveries: Deliveries) -> None:
+        self._batches, self._deliveries = batches, deliveries
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices in self._batches:
+            self._deliveries.note_drawn(indices)
+            yield indices
+
+
 class _Collated(Dataset[Any]):
     """Whole batches by their examples' numbers; nobody is a batch too.
 
@@ -266,15 +299,23 @@ class _Collated(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         if not indices:
             return nobody(self.__getitems__([0]))
-        fetch = getattr(self._dataset, "__getitems__", None)
-        examples = fetch(indices) if fetch else [self._dataset[i] for i in indices]
-        return self._collate(cast(Any, examples))
+        return self._collate(_read(self._dataset, indices))
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])
 
     def __len__(self) -> int:
         return len(cast(Sized, self._dataset))
+
+
+def _read(dataset: Dataset[Any], indices: Sequence[int]) -> Any:
+    """As a `DataLoader` reads them: at once, where the data set can."""
+    fetch = getattr(dataset, "__getitems__", None)
+    return fetch(indices) if fetch else [dataset[i] for i in indices]
+
+
+def _reader(loader: DataLoader[Any]) -> Reader:
+    return Reader(partial(_read, loader.dataset), cast(Any, loader.collate_fn))
 
 
 def _as_is(batch: Any) -> Any:

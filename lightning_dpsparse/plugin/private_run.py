@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -19,6 +18,11 @@ from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import PublicFrequencies
 from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.plugin import refusals
+from lightning_dpsparse.plugin.datasets import shares_examples
+from lightning_dpsparse.plugin.deliveries import Deliveries
+from lightning_dpsparse.plugin.logs import Logs
+from lightning_dpsparse.plugin.perimeter import Perimeter
 from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loader
 from lightning_dpsparse.plugin.selecting import RowSelector, tell_tables
 from lightning_dpsparse.run_plan import RunPlan, resolve
@@ -27,7 +31,6 @@ from lightning_dpsparse.sharded.selected import public_tables
 
 CHECKPOINT_KEY = "lightning_dpsparse"
 _SPENT = "_lightning_dpsparse_spent"  # ledger and journal of a module that was trained before
-_OURS = ("epsilon", "noise_multiplier", "noise_stddev", "rows_updated", "gradient_reduction")
 
 
 class PrivateRun:
@@ -50,6 +53,19 @@ class PrivateRun:
         self._selector: RowSelector | None = None
         self._is_selection_overdue = False
         self.steps: PrivateSteps | None = None
+        self.deliveries = Deliveries()
+        self._perimeter: Perimeter | None = None
+        self._logs: Logs | None = None
+
+    @property
+    def logs(self) -> Logs:
+        assert self._logs is not None
+        return self._logs
+
+    @property
+    def perimeter(self) -> Perimeter:
+        assert self._perimeter is not None
+        return self._perimeter
 
     # ---- before training ------------------------------------------------------------------------
 
@@ -63,6 +79,7 @@ class PrivateRun:
             lambda: self.budget.step,
             trainer.max_steps if trainer.max_steps > 0 else None,
             trainer.max_epochs == 1,
+            self.deliveries,
         )
         loader, shape = private_loader(loader, self.plan, place)
         if self._shape is not None and self._shape.accounted != shape.accounted:
@@ -99,8 +116,9 @@ class PrivateRun:
         self._selected_before = data.get("selection")
         self._ledger = ledger
 
-    def start(self, module: nn.Module) -> None:
+    def start(self, module: LightningModule) -> None:
         """Charge-ready: noise calibrated, budget known, journal open."""
+        refusals.check_one_loader(self._trainer)
         assert self._shape is not None
         ledger = self._ledger
         if ledger is None and hasattr(module, _SPENT):
@@ -134,7 +152,19 @@ class PrivateRun:
         if self._is_selection_overdue:
             self._select(self._budget.step)
         setattr(module, _SPENT, (ledger, self._journal_folder, self._selector))
-        self.steps = PrivateSteps(module, run, self._key, diagnose=self._diagnose)
+        self._logs = Logs(self._trainer)
+        perimeter = Perimeter(
+            self.plan, module, self._trainer, self.deliveries, self._shape.reader, self._logs
+        )
+        self.steps = PrivateSteps(
+            module,
+            run,
+            self._key,
+            diagnose=self._diagnose,
+            probe=perimeter.probe if perimeter.probes else None,
+        )
+        perimeter.open(self.steps)
+        self._perimeter = perimeter
         if self._is_watched:
             self.steps.watch_gradient_size(module, self._trainer.strategy.root_device)
         for fault in self.plan.faults():
@@ -237,15 +267,16 @@ class PrivateRun:
         assert self._budget is not None
         return self._budget
 
-    def begin_step(self) -> None:
+    def begin_step(self, batch: Any) -> None:
         """Charge the step, or refuse it; then ready the engine for it."""
-        assert self.steps is not None
         assert self._shape is not None
+        delivery = self.perimeter.before_step(batch)
         step = self.budget.charge()
         if self.budget.run.selects_before(step):
             self._select(step)
         sampler = self._shape.sampler
-        self.steps.start(step, None if sampler is None else sampler.draw(step)[1])
+        unit_sizes = None if sampler is None else sampler.draw(step)[1]
+        self.perimeter.start_step(step, unit_sizes, delivery)
 
     def end_if_spent(self, steps_done: int) -> None:
         """Have the trainer end here, whatever min_epochs or callbacks say."""
@@ -261,15 +292,27 @@ class PrivateRun:
             f"{self.budget.run.delta:g} after {self.budget.ledger.steps:,} steps. Training ends."
         )
 
+    def before_evaluation(self) -> None:
+        assert self._shape is not None
+        loaders = self._trainer.val_dataloaders
+        loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        training = self._shape.dataset
+        if any(shares_examples(training, getattr(x, "dataset", None)) for x in loaders):
+            self.logs.watch_validation()
+        self.perimeter.guard.before_evaluation()
+
     def measurements(self) -> dict[str, float]:
-        """Of the last step, for a logger."""
+        """Of the last step, for a logger: made of public settings."""
         assert self.steps is not None
-        values = {
+        return {
             "noise_multiplier": self.budget.run.noise_multiplier,
             "noise_stddev": self.steps.noise_stddev,
         }
-        found = self.steps.diagnostics()
-        return values | {f"nonprivate/{name}": value for name, value in found.items()}
+
+    def diagnostics(self) -> dict[str, float]:
+        """Of the last step, where asked for: made of private data, without noise."""
+        assert self.steps is not None
+        return {f"nonprivate/{name}": value for name, value in self.steps.diagnostics().items()}
 
     def gradient_size(self) -> dict[str, float]:
         """Rows that were updated in the mean step since the last call. On all ranks."""
@@ -305,19 +348,7 @@ class PrivateRun:
 
     def taints(self) -> list[str]:
         """Ways in which private data got out or in beside the mechanism, as far as can be seen."""
-        found = list(self._taints)
-        trainer = self._trainer
-        if any(isinstance(c, EarlyStopping) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            found.append("Training may have been stopped early by a metric of validation data.")
-        if any(isinstance(c, ModelCheckpoint) and c.monitor for c in trainer.checkpoint_callbacks):
-            found.append("The checkpoint may have been chosen by a metric of validation data.")
-        logged = sorted(
-            name
-            for name in trainer.callback_metrics
-            if name not in _OURS and not name.startswith(("val", "test"))
-        )
-        if logged:
-            found.append(f"Logged without noise: {', '.join(logged)}.")
+        found = [*self._taints, *(self._logs.taints() if self._logs is not None else ())]
         return list(dict.fromkeys(found))
 
     def settle(self) -> None:
@@ -328,6 +359,12 @@ class PrivateRun:
     def close(self) -> None:
         if self._budget is not None:
             self._budget.close()
+        if self._perimeter is not None:
+            self._perimeter.close()
+        if self._logs is not None:
+            self._logs.close()
+        if self.steps is not None:
+            self.steps.close()
         self.steps = None
 
     @property

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.plugin.logs import Logs
 
 
 def check_module_class(module: object) -> None:
@@ -30,17 +35,53 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             f"Expected precision='32-true', found {precision.precision!r}: the tables and their "
             "gradients are float32. Leave precision out."
         )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the "
-            "fused optimizer updates the tables in every backward pass. Use a larger batch_size."
-        )
+    check_accumulation(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (
+            isinstance(callback, GradientAccumulationScheduler)
+            and callback.going_to_accumulate_grad_batches()
+        ):
+            raise ValueError(
+                "Expected one batch to a step throughout, found GradientAccumulationScheduler: the "
+                "fused optimizer updates the tables in every backward pass. Leave it out."
+            )
     if trainer.gradient_clip_val:
         raise ValueError(
             f"Expected no gradient_clip_val, found {trainer.gradient_clip_val}: the tables' "
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
         )
+
+
+def check_accumulation(trainer: Trainer) -> None:
+    """At the start and before every step: callbacks may switch it on later."""
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the "
+            "fused optimizer updates the tables in every backward pass. Use a larger batch_size."
+        )
+
+
+def check_one_loader(trainer: Trainer) -> None:
+    """Two loaders over one data set would show an example twice at the price of once."""
+    loaders = trainer.fit_loop._combined_loader
+    count = 0 if loaders is None else len(loaders.flattened)
+    if count > 1:
+        raise ValueError(
+            f"Expected one training loader in private training, found {count}: an example may come "
+            "in each of them, and is charged for one. Put the data into one data set."
+        )
+
+
+def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
+    """A learning rate that follows the training loss carries it into the model without noise."""
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor and logs.is_from_training(config.monitor):
+            raise ValueError(
+                f"Expected a learning rate that follows a schedule or a metric of validation data, "
+                f"found one that follows {config.monitor!r}, which training logs without noise. "
+                "Monitor another metric, or use a schedule."
+            )
 
 
 def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:

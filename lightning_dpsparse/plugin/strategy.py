@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +27,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
+from lightning_dpsparse.plugin.deliveries import delivered
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
 from lightning_dpsparse.plugin.selecting import tell_tables
 from lightning_dpsparse.report import write as write_report
@@ -162,11 +165,12 @@ class DPSparseStrategy(DDPStrategy):
             if self._run is not None:
                 dataloader = self._run.loader(dataloader)
             progress = trainer.fit_loop.epoch_loop.batch_progress
-            return loaders.training_loader(
+            dataloader = loaders.training_loader(
                 dataloader,
                 self.uneven_loaders,
                 lambda: (trainer.current_epoch, progress.current.ready),
             )
+            return dataloader if self._run is None else delivered(dataloader, self._run.deliveries)
         stage = str(trainer.state.stage.value) if trainer.state.stage else "evaluation"
         return loaders.evaluation_loader(
             dataloader, stage, self.uneven_loaders, self.global_rank, self.world_size
@@ -190,20 +194,42 @@ class DPSparseStrategy(DDPStrategy):
         self._follow_schedule()
         if self._run is None or self._run.steps is None:
             return super().training_step(*args, **kwargs)
-        self._run.begin_step()
+        batch, *rest = args
+        self._run.begin_step(batch)
         self._show_epsilon()
         private = self._run.steps
-        batch, *rest = args
+        forward = partial(self._losses, *rest, **kwargs)
+        self._run.perimeter.forward = lambda batch: forward(self._moved(batch))
         most = self.max_physical_batch
         parts = [batch] if most is None else split_batch(batch, most, self.root_device)
         for part in parts[:-1]:
             with private.capture(is_whole=False):
-                output = super().training_step(part, *rest, **kwargs)
-            private.add_part(refusals.one_loss_per_example(refusals.loss_of(output)))
+                loss_n = forward(part)
+            private.add_part(loss_n)
         with private.capture(is_whole=len(parts) == 1):
             output = super().training_step(parts[-1], *rest, **kwargs)
         refusals.loss_of(output)
         return output  # the last part goes the ordinary way, through `backward`
+
+    def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One loss per example. The batch comes last: the rest is the same all through a step."""
+        *rest, batch = args
+        output = super().training_step(batch, *rest, **kwargs)
+        return refusals.one_loss_per_example(refusals.loss_of(output))
+
+    def _moved(self, batch: Any) -> Any:
+        """A batch of the loader's, through the hooks that Lightning has for it."""
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return super().batch_to_device(batch, dataloader_idx=0)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._run is not None and self._run.has_started and self.module.trainer.training:
+            self._run.perimeter.note_arrival(batch)
+        return batch
 
     def _show_epsilon(self) -> None:
         """In the progress bar and in every logger: an upper bound, this step included.
@@ -214,15 +240,40 @@ class DPSparseStrategy(DDPStrategy):
         assert self._run is not None
         now = (self._run.budget.epsilon, self.module.current_epoch)
         if now != self._shown and math.isfinite(now[0]):
-            self.module.log("epsilon", now[0], prog_bar=True, batch_size=1)
+            with self._run.logs.ours():
+                self.module.log("epsilon", now[0], prog_bar=True, batch_size=1)
             self._shown = now
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        if self._run is not None:
-            self._run.end_if_spent(self.module.trainer.global_step + 1)  # counted after this
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self._run is None or self._run.steps is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        run = self._run
+
+        def checked() -> Any:
+            """As Lightning's own: the closure, then the hooks before an update."""
+            output = self.precision_plugin._wrap_closure(self.module, optimizer, closure)
+            run.perimeter.before_update()
+            return output
+
+        output = optimizer.step(closure=checked, **kwargs)
+        run.perimeter.after_update()
+        run.end_if_spent(self.module.trainer.global_step + 1)  # counted after this
         return output
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._run is not None and self._run.has_started:
+            self._run.before_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._run is not None and self._run.has_started:
+            self._run.perimeter.guard.after_evaluation()
 
     def _follow_schedule(self) -> None:
         """Scale the tables' learning rate as the module's scheduler scales its own."""
@@ -247,7 +298,9 @@ class DPSparseStrategy(DDPStrategy):
         """
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         if self._run is not None and self._run.steps is not None:
+            self._run.perimeter.before_release()
             self._run.steps.step(refusals.one_loss_per_example(loss))
+            self._run.perimeter.after_release()
         else:
             mean = self._global_mean(loss)
             self.precision_plugin.backward(mean, self.module, optimizer, *args, **kwargs)
@@ -266,6 +319,8 @@ class DPSparseStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The one point that every checkpoint passes: noise that was put off lands before it."""
+        if self._run is not None and self._run.has_started:
+            self._run.perimeter.before_save()
         self._pay_all()
         return super().lightning_module_state_dict()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_dpsparse.engine.lookups import Bags, Layout
 from lightning_dpsparse.engine.rows import RowGradient, add_to_bags
 from lightning_dpsparse.mechanisms.lazydp import Bill, Debts, LazyDP, is_felt, payment_grid
 from lightning_dpsparse.noise.sources import NoiseSource
-from lightning_dpsparse.sharded.update import matrix_of
+from lightning_dpsparse.sharded.update import matrix_of, version_of
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps a sequence of work, and shows how far it got."""
@@ -55,6 +56,8 @@ class KernelDebts:
         self._all_paid_through = 0
         self.is_resting = False
         """Whether this step leaves the tables alone."""
+        self.own_writes = 0
+        """How often payments wrote to the tables, as torch counts."""
 
     @property
     def is_paid(self) -> bool:
@@ -73,6 +76,13 @@ class KernelDebts:
         if not self.is_resting:
             self._clock.tick(step, noise_stddev, learning_rate, float(args.weight_decay))
 
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        """Around writes to the tables that belong to payments."""
+        before = version_of(self._tbe)
+        yield
+        self.own_writes += version_of(self._tbe) - before
+
     @torch.no_grad()
     def pay_before_reading(self, bags: Bags, *, only_owing: bool) -> None:
         """The rows of these bags pay, each once, however often it is read.
@@ -81,10 +91,11 @@ class KernelDebts:
         """
         if self.is_paid:
             return
-        for debts, rows_U in zip(self._debts, bags.rows_of_stacks()):
-            owing_U = debts.owing(rows_U) if only_owing else rows_U
-            if owing_U.numel():
-                debts.pay(debts.bill(owing_U))
+        with self.paying():
+            for debts, rows_U in zip(self._debts, bags.rows_of_stacks()):
+                owing_U = debts.owing(rows_U) if only_owing else rows_U
+                if owing_U.numel():
+                    debts.pay(debts.bill(owing_U))
 
     @torch.no_grad()
     def read_on_credit(self, bags: Bags, output_BE: Tensor) -> None:
@@ -112,8 +123,9 @@ class KernelDebts:
 
     def pay_bills(self) -> None:
         """What was read on credit is paid by itself."""
-        for debts, bill in zip(self._debts, self._bills):
-            debts.pay(bill)
+        with self.paying():
+            for debts, bill in zip(self._debts, self._bills):
+                debts.pay(bill)
         self._bills = []
 
     @property
@@ -146,9 +158,12 @@ def pay_all(owing: Sequence[KernelDebts], progress: Progress | None = None) -> N
     threads = torch.get_num_threads()
     workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        done = workers.map(_without_grad, work)
-        for _, _ in zip(progress(work) if progress else work, done):
-            pass
+        with ExitStack() as writes:
+            for debts in owing:
+                writes.enter_context(debts.paying())
+            done = workers.map(_without_grad, work)
+            for _, _ in zip(progress(work) if progress else work, done):
+                pass
     finally:
         workers.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)  # theirs would be every later thread's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
+from lightning_dpsparse.engine.graph import graph_of
 from lightning_dpsparse.engine.rounding import check_price, price
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
@@ -19,32 +21,40 @@ from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
+from lightning_dpsparse.sharded.dense_parameters import DenseParameters
 from lightning_dpsparse.sharded.gradient_size import GradientSize
+from lightning_dpsparse.sharded.kernel_read import KernelRead
+from lightning_dpsparse.sharded.observation import Observation
 from lightning_dpsparse.sharded.seam import Seam, all_reads
-from lightning_dpsparse.sharded.shards import tables_hidden
+from lightning_dpsparse.sharded.table_weights import watch_weights
 
 T = TypeVar("T")
 
 
 class PrivateSteps:
-    """Opens the seams of a module's tables and takes private steps on it."""
+    """Opens the seams of a module's tables and takes private steps on it. `close` it in the end."""
 
     _unit_sizes: Sequence[int] | None = None
+    _num_examples: int | None = None
 
     def __init__(
-        self, module: nn.Module, run: RunPlan, key: RunKey, *, diagnose: bool = False
+        self,
+        module: nn.Module,
+        run: RunPlan,
+        key: RunKey,
+        *,
+        diagnose: bool = False,
+        probe: Callable[[], None] | None = None,
     ) -> None:
         check_layers(module)
+        self._module, self._plan, self._probe = module, run.plan, probe
         self._collections = [
             collection
             for collection in sharded_collections(module).values()
             if isinstance(collection, Seam)
         ]
-        with tables_hidden(module):
-            trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._dense = DenseCapture(trainable)
+        self.parameters = DenseParameters(module)
         plan = run.plan
-        self._forms = DenseForms(plan.dense, module, trainable)
         self._recipe = Recipe(
             plan.mechanism,
             plan.clipping,
@@ -54,7 +64,9 @@ class PrivateSteps:
             plan.make_source(key),
             diagnose,
         )
+        self._take_up_parameters()
         check_price(self.rounding_price)
+        self._undo: list[Callable[[], None]] = []
         for collection in self._collections:
             pay_all(list(collection.debts.values()))  # what a run that was interrupted left
             collection.debts.clear()
@@ -64,24 +76,62 @@ class PrivateSteps:
                 )
             if plan.mechanism.needs_whole_rows:
                 collection.check_whole_rows(type(plan.mechanism).__name__)
+            collection.is_guarded = True
+            self._undo.append(watch_weights(collection, partial(_before_read, collection)))
         self._sums: Clipped | None = None
         self._counts: Tensor | None = None
         self._gradient_size: GradientSize | None = None
-        self._flat = self._dense.new_flat()
         self._step = 0
+        self._is_open = False
+        """Whether a step was charged and has not been released yet."""
+        self._seen = 0
+        """Examples of the step so far, on this rank."""
+        self.released: dict[int, tuple[Tensor, int]] = {}
+        """The gradient that each dense parameter, by identity, got last, and its version then."""
+        self._known_paths: set[object] = set()
+        self.is_probe_due = False
+        """Whether the probe is to look at this step, whatever its path."""
+
+    def _take_up_parameters(self) -> None:
+        trainable = self.parameters.trainable
+        self._dense = DenseCapture(trainable)
+        self._forms = DenseForms(self._plan.dense, self._module, trainable)
+        self._flat = self._dense.new_flat()
+
+    def close(self) -> None:
+        """The module is an ordinary one again."""
+        self.parameters.close()
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        for collection in self._collections:
+            collection.is_guarded = False
 
     @contextmanager
     def capture(self, *, is_whole: bool = True) -> Iterator[None]:
         """Around the forward pass of a step, or of a part of it."""
         self._forget()
+        with self._cut(is_whole=is_whole), self._dense:
+            yield
+
+    @contextmanager
+    def _cut(self, *, is_whole: bool) -> Iterator[None]:
         for collection in self._collections:
             collection.is_cut, collection.is_whole = True, is_whole
         try:
-            with self._dense:
-                yield
+            yield
         finally:
             for collection in self._collections:
                 collection.is_cut = False
+
+    def observe(self, forward: Callable[[], Tensor]) -> Observation:
+        """One pass that is looked at and leads to nothing."""
+        with self.capture(is_whole=False):
+            loss_n = forward()
+        loss_n = self._read_the_rest(loss_n)
+        self._check_sizes(loss_n)
+        padded_size = self._collections[0].padded_size
+        return Observation(loss_n, all_reads(self._collections), self._dense, padded_size)
 
     def add_part(self, loss_n: Tensor) -> None:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
@@ -102,22 +152,31 @@ class PrivateSteps:
     def step(self, loss_n: Tensor) -> None:
         """The last part of the batch, then noise and the update of all."""
         self._clip(loss_n)
-        assert self._sums is not None
+        self._is_open = False
+        if self._num_examples is not None and self._seen != self._num_examples:
+            raise ValueError(
+                "Expected the examples that were drawn for this step, found another number of "
+                f"them: {self._seen:,}, not {self._num_examples:,}. Leave none out and add none: "
+                "give an example that should not count a loss of zero."
+            )
+        sums, reads, ranks = self._sums, all_reads(self._collections), self._ranks(loss_n)
+        assert sums is not None
+        if sums.word and self._probe is not None:
+            self._probe()  # before anything is released
         for debts in self._debts():
             debts.owe_for(self._step, self._recipe.noise_stddev)
-        release(
-            self._sums,
-            all_reads(self._collections),
-            self._dense,
-            self._recipe,
-            self._ranks(loss_n.numel()),
-            self._step,
-        )
-        self._counts = self._count_rows() if self._recipe.diagnose else None
+        release(sums, reads, self._dense, self._recipe, ranks, self._step)
+        gradients = ((id(p), p.grad) for p in self._dense.parameters.values())
+        self.released = {key: (g, g._version) for key, g in gradients if g is not None}
+        self._counts = self._count_rows(sums, reads) if self._recipe.diagnose else None
         if self._gradient_size is not None:
-            self._gradient_size.add(all_reads(self._collections), self._sums.tables)
+            self._gradient_size.add(reads, sums.tables)
         self._sums = None
         self._forget()
+
+    def table_versions(self) -> list[list[int]]:
+        """How often the tables were written to from Python, payments aside."""
+        return [collection.versions() for collection in self._collections]
 
     def pay_all(self, progress: Progress | None = None) -> None:
         """Noise that was put off lands now. Local work: ranks need not wait for each other."""
@@ -126,12 +185,20 @@ class PrivateSteps:
     def _debts(self) -> list[KernelDebts]:
         return [debts for collection in self._collections for debts in collection.debts.values()]
 
-    def start(self, step: int, unit_sizes: Sequence[int] | None = None) -> None:
+    def start(
+        self,
+        step: int,
+        unit_sizes: Sequence[int] | None = None,
+        num_examples: int | None = None,
+    ) -> bool:
         """Before the first part of a batch: whatever an interrupted step left is void.
 
         `step` names the noise: never the same for two batches under one key.
         `unit_sizes` is how many examples each user has in this rank's batch, in order: a user is
         then clipped as one. Without it every example is. All ranks give it, or none.
+        `num_examples` is how many were drawn for this rank, where that is known.
+
+        Returns whether other parameters than before are trainable.
         """
         if unit_sizes is not None and min(unit_sizes, default=1) < 1:
             raise ValueError(
@@ -139,22 +206,25 @@ class PrivateSteps:
                 "users without examples."
             )
         self._step, self._sums, self._unit_sizes = step, None, unit_sizes
+        self._num_examples, self._seen, self._is_open = num_examples, 0, True
+        has_changed = self.parameters.follow()
+        if has_changed:
+            self._take_up_parameters()
         self._dense.set_forms(self._forms.at(step, self._recipe.noise))
         if self._flat.numel() != self._dense.size:
             self._flat = self._dense.new_flat()
         for collection in self._collections:
             collection.start_step()
+        return has_changed
 
-    def _count_rows(self) -> Tensor:
+    def _count_rows(self, sums: Clipped, reads: Sequence[KernelRead]) -> Tensor:
         """Units clipped and in all, rows read and in all, over all ranks."""
-        assert self._sums is not None
-        assert self._sums.units_clipped is not None
-        counts = self._sums.units_clipped.new_zeros(4)
-        counts[2] = sum(g.rows_U.numel() for read in self._sums.tables for g in read)
-        reads = all_reads(self._collections)
+        assert sums.units_clipped is not None
+        counts = sums.units_clipped.new_zeros(4)
+        counts[2] = sum(g.rows_U.numel() for read in sums.tables for g in read)
         counts[3] = sum(stack.num_rows for read in reads for stack in read.layout.stacks)
         _sum_over_ranks(counts)
-        counts[:2] = self._sums.units_clipped  # every rank has counted all
+        counts[:2] = sums.units_clipped  # every rank has counted all
         return counts
 
     def diagnostics(self) -> dict[str, float]:
@@ -188,31 +258,93 @@ class PrivateSteps:
         return self._recipe.noise_stddev
 
     def _clip(self, loss_n: Tensor) -> None:
+        if not self._is_open:
+            raise ValueError(
+                "Expected one backward pass for every step that is charged, found a second one: it "
+                "would see the same examples at no price. Return all losses from training_step, "
+                "and let the optimizer call its closure once."
+            )
         for parameter in self._dense.parameters.values():
             parameter.grad = None
-        reads, ranks = all_reads(self._collections), self._ranks(loss_n.numel())
+        loss_n = self._read_the_rest(loss_n)
+        self._check_backward(loss_n)
+        ranks = self._ranks(loss_n)
+        self._seen += loss_n.numel()
         leader_B = None if self._unit_sizes is None else self._leaders(loss_n, ranks)
         out = self._flat if self._sums is None else None  # fresh memory costs more than the work
         part = clipped_sums(
-            loss_n, reads, self._dense, self._recipe, ranks, self._step, leader_B, out
+            loss_n,
+            all_reads(self._collections),
+            self._dense,
+            self._recipe,
+            ranks,
+            self._step,
+            leader_B,
+            out,
         )
         self._sums = part if self._sums is None else self._sums + part
+
+    def _read_the_rest(self, loss_n: Tensor) -> Tensor:
+        """Collections that the forward pass did not read are read by nobody: every step releases
+        the same."""
+        unread = [collection for collection in self._collections if not collection.padded_size]
+        with self._cut(is_whole=False):
+            for collection in unread:
+                loss_n = loss_n + collection.read_nobody(loss_n.numel(), loss_n.device)
+        return loss_n
+
+    def _check_backward(self, loss_n: Tensor) -> None:
+        """The graph must end where a private step can see it, and nowhere else."""
+        graph, reads = graph_of(loss_n), all_reads(self._collections)
+        if self._dense.has_gradients() or any(read.leaf.grad is not None for read in reads):
+            raise ValueError(
+                "Expected the first backward pass of the step, found that one has been made in "
+                "training_step. Return the losses instead, one per example."
+            )
+        leaves = {id(read.leaf) for read in reads}
+        for leaf in graph.leaves:
+            # TorchRec and the capture have leaves of no numbers.
+            if leaf.numel() and id(leaf) not in leaves and not self._dense.made(leaf):
+                raise ValueError(
+                    "Expected gradients on parameters of the module and on its tables only, found "
+                    f"one for another tensor, of shape {tuple(leaf.shape)}"
+                    f"{self._whose(leaf)}: it would be neither clipped nor noised. Register it as "
+                    "a parameter before training begins, or detach it."
+                )
+        self._path = (graph.signature, self._dense.path)
+        self._is_new = self._path not in self._known_paths
+
+    def _whose(self, leaf: Tensor) -> str:
+        names = [name for name, p in self._module.named_parameters() if p is leaf]
+        return f" ({names[0]!r})" if names else ""
+
+    def note_path(self) -> None:
+        """The probe found nothing wrong with the path that this step took."""
+        self._known_paths.add(self._path)
+        self.is_probe_due = False
 
     def _forget(self) -> None:
         self._dense.clear()
         for collection in self._collections:
             collection.forget_read()
 
-    def _ranks(self, local_size: int) -> Ranks:
-        padded = {collection.padded_size for collection in self._collections} - {0}
-        if len(padded) != 1 or local_size > max(padded):
-            raise ValueError(
-                "Expected one loss for every example of the batch that the tables read, found "
-                f"{local_size} losses. Return one loss per example, in order."
-            )
-        size = padded.pop()
+    def _check_sizes(self, loss_n: Tensor) -> None:
+        for collection in self._collections:
+            if collection.local_size != loss_n.numel():
+                raise ValueError(
+                    f"Expected one loss for each of the {collection.local_size:,} examples that "
+                    f"{collection._module_fqn!r} read, in order, found {loss_n.numel():,} losses. "
+                    "Leave no example out: multiply the loss of one that should not count by zero."
+                )
+
+    def _ranks(self, loss_n: Tensor) -> Ranks:
+        self._check_sizes(loss_n)
+        size = self._collections[0].padded_size
         world, rank = dist.get_world_size(), dist.get_rank()
-        return Ranks(world * size, rank * size, _sum_over_ranks, rank, world)
+        wants_probe = self._probe is not None and (self._is_new or self.is_probe_due)
+        return Ranks(
+            world * size, rank * size, _sum_over_ranks, rank, world, word=float(wants_probe)
+        )
 
     def _leaders(self, loss_n: Tensor, ranks: Ranks) -> Tensor | None:
         """The first example of every example's unit, for all ranks; None if each is its own."""
@@ -231,6 +363,17 @@ class PrivateSteps:
         leader_B = torch.empty_like(all_B)
         dist.all_gather_into_tensor(leader_B, leader_P)
         return None if torch.equal(leader_B, all_B) else leader_B
+
+
+def _before_read(collection: Seam) -> None:
+    """Somebody is about to read a table's weights as they are."""
+    if collection.is_cut:
+        raise ValueError(
+            f"Expected training_step to read tables through {collection._module_fqn!r}, found that "
+            "it reads a table's weight itself: what examples do to it would be neither clipped nor "
+            "noised. Look rows up; for weight decay set it in FusedOptimizer."
+        )
+    pay_all(list(collection.debts.values()))
 
 
 def _sum_over_ranks(tensor: Tensor) -> None:

@@ -7,97 +7,26 @@ stops there and leaves the gradient on the rank that owns the rows, for the exam
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.sharded.collections import table_configs, weight_path
 from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
+from lightning_dpsparse.sharded.kernel_read import KernelRead, TablePiece, corner_of, kernel_layout
 from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
-from lightning_dpsparse.sharded.update import apply_to_rows, set_steps
+from lightning_dpsparse.sharded.update import set_steps, version_of
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all
-
-
-@dataclass(frozen=True)
-class TablePiece:
-    """The part of a table that one kernel holds."""
-
-    name: str
-    """Path of the table's weight in the module."""
-    corner: tuple[int, int]
-    """Its first row and column."""
-    has_all_columns: bool
-
-
-@dataclass(frozen=True)
-class KernelRead:
-    """What one kernel read in this step."""
-
-    kernel: Any
-    pieces: tuple[TablePiece, ...]
-    bags: Bags
-    debts: KernelDebts | None
-    selected_R: Tensor | None
-    """Rows that may be updated, sorted, tables numbered through; None is all."""
-    leaf: Tensor
-    """The kernel's output, cut off: pooled (B, E), or a row for every lookup."""
-    order_B: Tensor | None
-    """Example of each bag column, numbered rank by rank; None if that is their order."""
-    steps_before: int
-    """Steps that the kernel had counted when this one began."""
-
-    @property
-    def table_names(self) -> list[str]:
-        return [piece.name for piece in self.pieces]
-
-    @property
-    def corners(self) -> list[tuple[int, int]]:
-        return [piece.corner for piece in self.pieces]
-
-    @property
-    def has_whole_rows(self) -> bool:
-        return all(piece.has_all_columns for piece in self.pieces)
-
-    @property
-    def layout(self) -> Layout:
-        return self.bags.layout
-
-    def apply(self, gradients: list[RowGradient]) -> None:
-        debts = self.debts
-        if debts is not None and debts.is_resting:
-            debts.pay_bills()
-            return
-        apply_to_rows(
-            self.kernel,
-            self.bags.layout,
-            gradients,
-            self.steps_before,
-            also_add=debts.bills if debts else None,
-            grid=debts.grid if debts else None,
-        )
-        if debts:
-            debts.note_updated(gradients)
-
-    def lookup(self) -> Lookup:
-        """The read with its gradient, after the backward pass."""
-        gradient = self.leaf.grad
-        if gradient is None:  # no example's loss depends on these tables
-            gradient = torch.zeros_like(self.leaf)
-        return Lookup(self.bags, gradient)
 
 
 class Seam(nn.Module):
@@ -121,15 +50,23 @@ class Seam(nn.Module):
         """What the collection gave for the first examples: the others are padding."""
         raise NotImplementedError
 
+    def _sum_of(self, output: Any) -> Tensor:
+        """Everything that the collection gave, added up."""
+        raise NotImplementedError
+
     def _create_lookups(self) -> None:
         super()._create_lookups()  # type: ignore[misc]
         self.is_cut = False
+        self.is_guarded = False
+        """Whether reads outside a private step have no gradient: it would update the rows."""
         self.is_whole = True
         """Whether the step's only part is being read."""
         self.reads: list[KernelRead] = []
         self.padded_size = 0
         """Examples of every rank in a private read, the largest's; zero if there was none. A rank
         without tables has one too."""
+        self.local_size = 0
+        """Examples of this rank in it."""
         self.debts: dict[Any, KernelDebts] = {}
         """What rows of each kernel owe, where noise is deferred."""
         self._steps_before = [0] * len(self._lookups)
@@ -190,11 +127,37 @@ class Seam(nn.Module):
 
     @property
     def _is_private_read(self) -> bool:
-        return self.is_cut and self.training and torch.is_grad_enabled()
+        return self.is_cut and torch.is_grad_enabled()
 
     def forget_read(self) -> None:
         self.reads.clear()
-        self.padded_size = 0
+        self.padded_size = self.local_size = 0
+
+    def read_nobody(self, num_examples: int, device: torch.device) -> Tensor:
+        """A read of empty bags, for a step whose forward pass had no need of these tables.
+
+        Their noise must come all the same. Returns zero, with the read behind it: a rank that has
+        read them for others waits for all in the backward pass.
+        """
+        keys = list(dict.fromkeys(f for c in table_configs(self) for f in c.feature_names))
+        nothing = torch.zeros(0, device=device)
+        empty = KeyedJaggedTensor(
+            keys=keys,
+            values=nothing.long(),
+            weights=nothing if self._is_weighted else None,
+            lengths=torch.zeros(len(keys) * num_examples, dtype=torch.int64, device=device),
+            stride=num_examples,
+        )
+        return self._sum_of(self(empty)) * 0.0
+
+    def versions(self) -> list[int]:
+        """How often each kernel's weights were written to, payments aside."""
+        return [
+            version_of(kernel.emb_module)
+            - (self.debts[kernel].own_writes if kernel in self.debts else 0)
+            for lookup in self._lookups
+            for kernel in lookup._emb_modules
+        ]
 
     def start_step(self) -> None:
         """Before the first forward pass of a private step."""
@@ -213,7 +176,7 @@ class Seam(nn.Module):
             features = self._map_ids(features)
         if not self._is_private_read:
             return super().forward(features)
-        size = features.stride()
+        size = self.local_size = features.stride()
         self.padded_size = _largest(size, features.device())
         if size == self.padded_size:
             return self._forward_unwatched(features)
@@ -257,7 +220,7 @@ class Seam(nn.Module):
         ) -> Tensor | None:
             self._correct_count(index, kernel)
             if not self._is_private_read:
-                return None
+                return output.detach() if self.is_guarded else None
             if any(read.kernel is kernel for read in self.reads):
                 raise ValueError(
                     f"Expected the tables of {self._module_fqn!r} to be read once in a private "
@@ -292,7 +255,7 @@ class Seam(nn.Module):
             return
         if self._is_private_read:
             set_steps(tbe, self._steps_before[index] + 1)
-        elif not (self.training and torch.is_grad_enabled()):
+        elif self.is_guarded or not (self.training and torch.is_grad_enabled()):
             set_steps(tbe, before)
 
     def _kernels(self) -> Iterator[tuple[Any, tuple[TablePiece, ...]]]:
@@ -305,7 +268,7 @@ class Seam(nn.Module):
         return tuple(
             TablePiece(
                 weight_path(self._module_fqn, self, table.name),
-                _corner(table),
+                corner_of(table),
                 table.local_cols == table.embedding_dim,
             )
             for table in kernel.config.embedding_tables
@@ -331,6 +294,9 @@ class ShardedTables(Seam, ShardedEmbeddingBagCollection):
     def _first_examples(self, output: KeyedTensor, size: int) -> KeyedTensor:
         return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:size])
 
+    def _sum_of(self, output: KeyedTensor) -> Tensor:
+        return output.values().sum()
+
 
 class ShardedSequences(Seam, ShardedEmbeddingCollection):
     """Tables whose rows come one by one, with a seam."""
@@ -348,25 +314,8 @@ class ShardedSequences(Seam, ShardedEmbeddingCollection):
             for name, sequences in output.items()
         }
 
-
-def _corner(table: Any) -> tuple[int, int]:
-    if table.local_metadata is None:
-        return 0, 0
-    first_row, first_column = table.local_metadata.shard_offsets
-    return first_row, first_column
-
-
-def kernel_layout(kernel: Any) -> Layout:
-    """The kernel's tables and features in the engine's terms."""
-    tbe = kernel.emb_module
-    return Layout(
-        table_of_feature=tuple(tbe.feature_table_map),
-        widths=tuple(tbe.dims[t] for t in range(len(tbe.embedding_specs))),
-        num_rows=tuple(spec[0] for spec in tbe.embedding_specs),
-        is_mean=tbe.pooling_mode == PoolingMode.MEAN,
-        is_stacked=tbe.optimizer is EmbOptimType.EXACT_SGD,
-        is_pooled=tbe.pooling_mode != PoolingMode.NONE,
-    )
+    def _sum_of(self, output: dict[str, JaggedTensor]) -> Tensor:
+        return torch.stack([sequences.values().sum() for sequences in output.values()]).sum()
 
 
 def _largest(size: int, device: torch.device) -> int:

@@ -19,7 +19,7 @@ from lightning_dpsparse.sharded.collections import (
     sharded_tables,
     table_configs,
 )
-from lightning_dpsparse.sharded.parts import leaves
+from lightning_dpsparse.sharded.examples import leaves
 
 # B examples, F features, L lookups, R rows of all tables
 

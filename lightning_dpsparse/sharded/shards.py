@@ -113,6 +113,15 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def dense_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, owner, key) of every buffer outside the tables."""
+    inside = {id(m) for c in module.modules() if isinstance(c, ShardedModule) for m in c.modules()}
+    for path, owner in module.named_modules():
+        if id(owner) not in inside:
+            for key in owner._buffers:
+                yield f"{path}.{key}" if path else key, owner, key
+
+
 @contextmanager
 def tables_on_meta() -> Iterator[None]:
     """Inside, a table collection takes no memory: its shards are allocated later.

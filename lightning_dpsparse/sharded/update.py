@@ -126,3 +126,8 @@ def matrix_of(tbe: Any, stack: Stack) -> Tensor:
     on_host = tbe.embedding_specs[first][2] == EmbeddingLocation.HOST
     memory = tbe.weights_host if on_host else tbe.weights_dev
     return memory.detach()[at[0] : at[0] + stack.num_rows * width].view(-1, width)
+
+
+def version_of(tbe: Any) -> int:
+    """How often the kernel's weights were written to from Python, as torch counts."""
+    return int(tbe.weights_host._version + tbe.weights_dev._version)

@@ -114,7 +114,7 @@ def test_taints_are_found(one_rank: Ranks, tmp_path: Path) -> None:
     facts = one_rank.run(tainted, tmp_path)[0]
     assert facts["taints"] == [
         "vocabulary counted on the data",
-        "Training may have been stopped early by a metric of validation data.",
+        "Training may have been stopped early by a metric of training data.",
         "Logged without noise: train_loss.",
     ]
     written = read_report(tmp_path)

@@ -1,0 +1,92 @@
+"""What can be told of a data set without reading an example: what it is, and what it is part of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sized
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Subset
+
+Ints = NDArray[np.int64]
+
+# N examples
+
+
+def _places(dataset: Any, bases: list[object]) -> tuple[Ints, Ints]:
+    """For every example the data set that it is really in, by its number among `bases`, and its
+    number there."""
+    if isinstance(dataset, Subset):
+        base_N, index_N = _places(dataset.dataset, bases)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return base_N[chosen], index_N[chosen]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_places(part, bases) for part in dataset.datasets]
+        base_N, index_N = (np.concatenate(side) for side in zip(*parts))
+        return base_N, index_N
+    known = [number for number, base in enumerate(bases) if base is dataset]
+    if not known:
+        bases.append(dataset)
+        known = [len(bases) - 1]
+    size = len(cast(Sized, dataset))
+    return np.full(size, known[0], dtype=np.int64), np.arange(size, dtype=np.int64)
+
+
+def _is_wrapper(dataset: object) -> bool:
+    return isinstance(dataset, (Subset, ConcatDataset))
+
+
+def check_no_repeats(dataset: object) -> None:
+    """Refuse a data set that is known to hold an example more than once."""
+    if not _is_wrapper(dataset):
+        return
+    base_N, index_N = _places(dataset, [])
+    places = np.unique(np.stack([base_N, index_N]), axis=1).shape[1]
+    if places < len(base_N):
+        raise ValueError(
+            f"Expected every example once in the data set, found {len(base_N) - places:,} of them "
+            f"again in {type(dataset).__name__}: one example would count as several. List each "
+            "once, and train longer; or set unit=Users(max_examples=...) and `users`."
+        )
+
+
+def shares_examples(one: object, other: object) -> bool:
+    """Whether two data sets are known to have an example in common."""
+    if one is None or other is None:
+        return False
+    if not _is_wrapper(one) and not _is_wrapper(other):
+        return one is other
+    try:
+        bases: list[object] = []
+        mine, theirs = _places(one, bases), _places(other, bases)
+    except TypeError:  # of unknown size
+        return False
+    size = max(int(mine[1].max(initial=0)), int(theirs[1].max(initial=0))) + 1
+    return bool(np.isin(theirs[0] * size + theirs[1], mine[0] * size + mine[1]).any())
+
+
+def digest(dataset: object) -> str | None:
+    """A name for a data set, by what it is and its size, or by its own `privacy_id`.
+
+    No example has a say in it: it goes into checkpoints. Two data sets of one kind and size are
+    taken to be the same, unless each has a `privacy_id` that says otherwise.
+    """
+    if dataset is None:
+        return None
+    name = getattr(dataset, "privacy_id", None)
+    if name is None:
+        inner = _inner(dataset)
+        try:
+            size = len(cast(Sized, dataset))
+        except TypeError:
+            size = -1
+        name = f"{type(inner).__module__}.{type(inner).__qualname__}, {size} examples"
+    return hashlib.sha256(str(name).encode()).hexdigest()[:16]
+
+
+def _inner(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset

@@ -1,0 +1,344 @@
+"""The probe: does one example's loss depend on others?
+
+A private step bounds what one example does to the sum by clipping *its* gradient. That is worth
+nothing if the example also changes the gradients of others. No list of layers finds all the ways;
+measurements on the code itself do. On some examples of a real batch:
+
+1. The same examples again: the same losses. Else nothing can be measured.
+2. Some replaced by others, or emptied: nobody else's loss, gradient or layer input changes.
+3. Some removed: the same.
+4. The losses of some sent back: exact zeros at everybody else's lookups and layers. With a binary
+   code for the examples, every ordered pair of them is looked at.
+5. Another batch before this one: it leaves nothing behind that changes this one.
+
+Dense weights are shaken meanwhile, since zeros would hide much. Nothing is released, logged or
+kept; random generators and the module's plain attributes are put back.
+
+It costs some thirty small passes and four of the batch's size. It runs before the first release,
+after 10, 100, 1,000 and 10,000 steps, every 20,000 steps from then on, and whenever the operations
+behind the losses change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_dpsparse.plugin.deliveries import Delivery
+from lightning_dpsparse.plugin.probe import findings
+from lightning_dpsparse.plugin.probe.compare import disagreement, first_in, nonzero
+from lightning_dpsparse.plugin.probe.repeatable import (
+    Attributes,
+    drawn_outside_torch,
+    nothing_logged,
+    same_draws,
+    shaken,
+)
+from lightning_dpsparse.plugin.probe.sources import FromBatch, FromData, Source, are_alike, size_of
+from lightning_dpsparse.sharded.build import on_every_rank
+from lightning_dpsparse.sharded.collections import sharded_collections
+from lightning_dpsparse.sharded.examples import empty_examples
+from lightning_dpsparse.sharded.observation import Observation, Seen
+from lightning_dpsparse.sharded.private import PrivateSteps
+
+# n examples that are looked at on this rank, W ranks
+
+_FEW, _LEAST = 32, 8
+_LOOSE = 10.0
+"""Where shapes differ, so does the order in which kernels add up."""
+
+
+def is_due(step: int) -> bool:
+    """By a public rule, whatever the data.
+
+    >>> [step for step in range(50_000) if is_due(step)]
+    [0, 10, 100, 1000, 10000, 20000, 40000]
+    """
+    return step in (0, 10, 100, 1_000, 10_000) or step % 20_000 == 0
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the loader reads examples of its data set."""
+
+    read: Callable[[list[int]], Any]
+    collate: Callable[[Any], Any]
+
+
+class Probe:
+    """Looks at the step that is under way, on all ranks together.
+
+    Args:
+        forward: The losses of a batch as the loader gave it: moved, and through training_step.
+        delivery: The batch of the step.
+        leaders: Positions of examples of which no two belong to one unit; None is all.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer,
+        steps: PrivateSteps,
+        forward: Callable[[Any], Tensor],
+        delivery: Delivery,
+        reader: Reader | None,
+        leaders: Sequence[int] | None,
+    ) -> None:
+        self._module, self._trainer, self._steps = module, trainer, steps
+        self._forward, self._delivery, self._reader = forward, delivery, reader
+        self._seed = int.from_bytes(os.urandom(4), "big")
+        self._size = size_of(delivery.batch, delivery.num_examples)
+        self._coins = random.Random(self._seed)
+        everyone = list(range(self._size)) if leaders is None else list(leaders)
+        step = max(1, len(everyone) // _FEW)
+        self._chosen = everyone[::step][:_FEW]
+        while self._chosen and len(self._chosen) < _LEAST:
+            self._chosen = (self._chosen * _LEAST)[:_LEAST]
+
+    def run(self) -> bool:
+        """Raises if a rank found anything. Returns False if no rank has an example to look at."""
+        sizes = on_every_rank(len(self._chosen))
+        if not any(sizes):
+            return False
+        self._sizes = [int(size) for size in sizes]  # type: ignore[call-overload]
+        found: str | None = None
+        parameters = list(self._steps.parameters.trainable.values())
+        tables = list(sharded_collections(self._module).values())
+        self._attributes = Attributes(self._module, tables)
+        try:
+            with nothing_logged(self._module, self._trainer), shaken(parameters, self._seed):
+                # All measurements are made on every rank, whatever is found: ranks stay in step.
+                found = next(iter([finding for finding in self._look() if finding]), None)
+        except (ValueError, RuntimeError, TypeError, IndexError, KeyError, AssertionError) as error:
+            if type(error) is ValueError and str(error).startswith("Expected"):
+                raise
+            raise ValueError(findings.failed(error)) from error
+        finally:
+            self._attributes.restore()
+        told = next((message for message in on_every_rank(found) if message), None)
+        if told is not None:
+            raise ValueError(str(told))
+        return True
+
+    # ---- the measurements -----------------------------------------------------------------------
+
+    def _look(self) -> Iterator[str]:
+        source = self._source()
+        base = source.batch(self._chosen) if self._chosen else self._delivery.batch
+        first = self._observe(base)
+        yield self._is_repeatable(first, self._observe(base))
+        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
+        yield from self._codes(first, whole)
+        drawn, others = self._some(len(self._chosen))
+        replaced = self._replaced(source, others)
+        yield from self._compare(first, whole, replaced, drawn, "replaced by others")
+        yield self._is_seen(first, self._observe(replaced), base, drawn, others)
+        if all(self._sizes):
+            yield from self._emptied(first, whole, base, drawn)
+        yield self._removed(source, base, drawn)
+        yield self._memory(source, base)
+        yield from self._at_full_size()
+
+    def _source(self) -> Source:
+        from_batch = FromBatch(self._delivery.batch, self._size)
+        indices = self._delivery.indices
+        if self._reader is None or not indices or not self._chosen:
+            return from_batch
+        from_data = FromData(self._reader.read, self._reader.collate, indices, self._seed)
+        try:
+            with same_draws(self._seed):
+                made = from_data.batch(self._chosen[:2])
+            size_of(made, 2)
+        except Exception:  # a data set that only workers can read, say
+            return from_batch
+        return from_data
+
+    def _observe(self, batch: Any, *, constant: bool = False, fresh: bool = True) -> Observation:
+        if fresh:
+            self._attributes.restore()
+        with same_draws(self._seed, constant=constant):
+            observation = self._steps.observe(lambda: self._forward(batch))
+            self._outside = drawn_outside_torch()
+        return observation
+
+    def _is_repeatable(self, one: Observation, two: Observation) -> str:
+        everyone = torch.ones(len(one.loss_n), dtype=torch.bool)
+        where = first_in(one.forward(), two.forward(), everyone, 1.0)
+        return findings.unrepeatable(f"others in {where}") if where else ""
+
+    def _some(self, count: int) -> tuple[list[int], list[int]]:
+        """A quarter of so many positions, and for every position one whose example stands there
+        when these are replaced."""
+        if count < 2:
+            return list(range(count)), list(range(count))
+        drawn = sorted(self._coins.sample(range(count), max(1, count // 4)))
+        rest = [i for i in range(count) if i not in drawn]
+        others = list(range(count))
+        for i in drawn:
+            others[i] = self._coins.choice(rest)
+        return drawn, others
+
+    def _replaced(self, source: Source, others: Sequence[int]) -> Any:
+        if not self._chosen:
+            return self._delivery.batch
+        with same_draws(self._seed):
+            return source.batch([self._chosen[i] for i in others])
+
+    def _compare(
+        self, first: Observation, whole: list[Seen], batch: Any, drawn: list[int], how: str
+    ) -> Iterator[str]:
+        """Nobody but those drawn may change, in the forward pass or in the backward pass."""
+        other = self._observe(batch)
+        after = other.backward(torch.ones_like(other.loss_n, dtype=torch.bool))
+        kept = _mask(len(first.loss_n), drawn, value=False)
+        where = first_in(first.forward(), other.forward(), kept, 1.0)
+        if where:
+            yield self._coupled_or_reordered(first, other, drawn, kept, where, how)
+        mine, everybody = kept, self._of_all_ranks(kept, first.padded_size)
+        for one, two in zip(whole, after):
+            rows = everybody if one.is_of_all_ranks else mine
+            if first_in([one], [two], rows, 1.0):
+                yield findings.coupled(one.where, how)
+
+    def _emptied(
+        self, first: Observation, whole: list[Seen], base: Any, drawn: list[int]
+    ) -> list[str]:
+        """Some models cannot do without a label, say: they refuse such examples, on every rank."""
+        emptied = empty_examples(base, len(self._chosen), drawn)
+        try:
+            return list(self._compare(first, whole, emptied, drawn, "emptied"))
+        except Exception:
+            return []
+
+    def _coupled_or_reordered(
+        self,
+        first: Observation,
+        other: Observation,
+        drawn: list[int],
+        kept: Tensor,
+        where: str,
+        how: str,
+    ) -> str:
+        changed = disagreement(first.forward()[-1], other.forward()[-1]).cpu()
+        if bool((changed & kept).any()) and not bool((changed & ~kept).any()) and drawn:
+            return findings.reordered()
+        return findings.coupled(where, how)
+
+    def _is_seen(
+        self, first: Observation, other: Observation, base: Any, drawn: list[int], others: list[int]
+    ) -> str:
+        """Whoever was replaced, by somebody else, must show somewhere."""
+        rows = _mask(len(first.loss_n), drawn, value=True)
+        before, after = (
+            seen.backward(torch.ones_like(seen.loss_n, dtype=torch.bool)) for seen in (first, other)
+        )
+        everybody = self._of_all_ranks(rows, first.padded_size, default=False)
+        shows = first_in(first.forward(), other.forward(), rows, 1.0) or any(
+            first_in([one], [two], everybody if one.is_of_all_ranks else rows, 1.0)
+            for one, two in zip(before, after)
+        )
+        size = len(self._chosen)
+        if shows or all(are_alike(base, size, i, others[i]) for i in drawn):
+            return ""
+        return findings.unseen()
+
+    def _removed(self, source: Source, base: Any, drawn: list[int]) -> str:
+        kept = [i for i in range(len(self._chosen)) if i not in drawn]
+        first = self._observe(base, constant=True)
+        outside = self._outside
+        batch = self._delivery.batch
+        if self._chosen:
+            with same_draws(self._seed):
+                batch = source.batch([self._chosen[i] for i in kept])
+        other = self._observe(batch, constant=True)
+        rows = torch.tensor(kept, dtype=torch.int64)
+        cut = [
+            Seen(seen.where, seen.value[rows.to(seen.value.device)])
+            for seen in first.forward()
+            if len(seen.value) == len(self._chosen)
+        ]
+        everyone = torch.ones(len(kept), dtype=torch.bool)
+        where = first_in(cut, other.forward(), everyone, _LOOSE)
+        if where and outside != self._outside:
+            return findings.unrepeatable("draws of numpy or random, one for each example")
+        return findings.counted(where) if where else ""
+
+    def _codes(self, first: Observation, whole: list[Seen]) -> Iterator[str]:
+        """Every example against every other, by the digits of their numbers, and of their ranks."""
+        count, rank = len(first.loss_n), self._trainer.global_rank
+        number = torch.arange(count)
+        digits = range(math.ceil(math.log2(max(2, *self._sizes))))
+        masks = [(number >> digit) % 2 == wanted for digit in digits for wanted in (0, 1)]
+        for digit in range(math.ceil(math.log2(max(1, len(self._sizes))))):
+            for wanted in (0, 1):
+                masks.append(torch.full((count,), (rank >> digit) % 2 == wanted))
+        for mask in masks:
+            sent = first.backward(mask.to(first.loss_n.device))
+            everybody = self._of_all_ranks(mask, first.padded_size, default=False)
+            for seen in sent:
+                rows = (everybody if seen.is_of_all_ranks else mask).to(seen.value.device)
+                if len(seen.value) == len(rows) and bool((nonzero(seen) & ~rows).any()):
+                    yield findings.crossed(seen.where)
+            for one, two in zip(whole, sent):
+                if first_in([one], [two], everybody if one.is_of_all_ranks else mask, 1.0):
+                    yield findings.scaled(one.where)
+
+    def _memory(self, source: Source, base: Any) -> str:
+        """What one batch leaves behind must not change the next one, whoever was in it."""
+        outcomes = []
+        half = max(1, len(self._chosen) // 2)
+        for one in (self._chosen[:half] or [], self._chosen[half:] or []):
+            batch = self._delivery.batch
+            if self._chosen:
+                with same_draws(self._seed):
+                    batch = source.batch((one * len(self._chosen))[: len(self._chosen)])
+                if not one or one == self._chosen:
+                    batch = empty_examples(batch, len(self._chosen), list(range(half)))
+            self._observe(batch)
+            after = self._observe(base, fresh=False)
+            outcomes.append((after.forward(), self._rates()))
+        everyone = torch.ones(len(self._chosen), dtype=torch.bool)
+        (one_seen, one_rates), (two_seen, two_rates) = outcomes
+        changed = first_in(one_seen, two_seen, everyone, 1.0) or one_rates != two_rates
+        return findings.remembered() if changed else ""
+
+    def _rates(self) -> list[dict[str, Any]]:
+        """The optimizers' settings."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for optimizer in self._trainer.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def _at_full_size(self) -> Iterator[str]:
+        """The batch as it is, and with a quarter of it replaced."""
+        batch, size = self._delivery.batch, self._size
+        first = self._observe(batch)
+        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
+        drawn, others = self._some(size)
+        replaced = FromBatch(batch, size).batch(others) if size else batch
+        self._sizes = [int(s) for s in on_every_rank(size)]  # type: ignore[call-overload]
+        yield from self._compare(first, whole, replaced, drawn, "replaced by others")
+
+    def _of_all_ranks(self, mask_n: Tensor, padded: int, *, default: bool = True) -> Tensor:
+        """The masks of all ranks one after the other, with padding."""
+        masks = on_every_rank(mask_n.tolist())
+        whole = torch.full((len(masks), padded), default)
+        for rank, mask in enumerate(masks):
+            assert isinstance(mask, list)
+            whole[rank, : len(mask)] = torch.tensor(mask, dtype=torch.bool)
+        return whole.flatten()
+
+
+def _mask(size: int, positions: Sequence[int], *, value: bool) -> Tensor:
+    mask = torch.full((size,), not value)
+    mask[list(positions)] = value
+    return mask
