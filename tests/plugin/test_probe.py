@@ -1,0 +1,522 @@
+"""Coupled examples are refused before anything is released, and nobody else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_dpsparse import DPSGD, LazyDP, PrivacyPlan, Users
+from lightning_dpsparse.plugin.probe import coupling
+from lightning_dpsparse.sharded.examples import take_examples
+from tests.private_runs import BATCH, SIZE, Marked, marked_loader
+from tests.ranks import Ranks
+from tests.small import SmallModule, collate, make_trainer, snapshot
+
+NOISY = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, delta=1e-3)
+
+
+class Model(SmallModule):
+    """A small model whose losses go through `change`."""
+
+    def __init__(self, change: str = "as_it_is") -> None:
+        super().__init__()
+        self.change = change
+        self.calls, self.bank, self.mean, self.history = 0, [], 0.0, 0.0
+        self.dropout, self.train_loss = nn.Dropout(0.3), MeanMetric()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.change.startswith("zero_head"):
+            nn.init.zeros_(self.head.out.weight)
+
+    def logits_and_hidden(self, batch: Any, hidden_change: Any = None) -> tuple[Tensor, Tensor]:
+        embedded = self.ebc(batch.sparse_features).to_dict()
+        x = torch.cat([*(embedded[k] for k in sorted(embedded)), batch.dense_features], dim=1)
+        hidden = torch.tanh(self.head.hidden(x))
+        hidden = hidden if hidden_change is None else hidden_change(hidden)
+        return self.head.out(hidden).squeeze(1), hidden
+
+    def loss_n(self, batch: Any, hidden_change: Any = None, labels: Tensor | None = None) -> Tensor:
+        logits, _ = self.logits_and_hidden(batch, hidden_change)
+        labels = batch.labels if labels is None else labels
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return getattr(self, self.change)(batch)
+
+    # ---- nothing wrong with these --------------------------------------------------------------
+
+    def as_it_is(self, batch: Any) -> Tensor:
+        return self.loss_n(batch)
+
+    def with_dropout(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, self.dropout) + 0.1 * self.losses_again(batch)
+
+    def losses_again(self, batch: Any) -> Tensor:
+        return F.dropout(batch.dense_features, 0.5).sum(1)
+
+    def with_noise(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: h + torch.randn_like(h) + torch.rand(len(h), 1))
+
+    def with_own_generator(self, batch: Any) -> Tensor:
+        drawn = torch.rand(len(batch.labels), generator=self.generator)
+        return self.loss_n(batch) * (drawn < 0.7)
+
+    def with_random_labels(self, batch: Any) -> Tensor:
+        flip = torch.bernoulli(torch.full_like(batch.labels, 0.1))
+        keep = torch.randint(0, 5, (len(flip), 3)).float().mean(1)
+        return self.loss_n(batch, labels=(batch.labels - flip).abs()) * keep
+
+    def with_numpy(self, batch: Any) -> Tensor:
+        drawn = torch.from_numpy(np.random.rand(len(batch.labels), 2).astype(np.float32))
+        return self.loss_n(batch) * drawn.sum(1)
+
+    def with_schedule(self, batch: Any) -> Tensor:
+        return self.loss_n(batch) * (1.0 + 0.1 * self.calls)
+
+    def with_metric(self, batch: Any) -> Tensor:
+        losses = self.loss_n(batch)
+        self.train_loss.update(losses.detach())
+        self.bank.append(float(losses.detach().sum()))
+        return losses
+
+    def with_weights(self, batch: Any) -> Tensor:
+        return self.loss_n(batch) * (batch.labels * 3 + 1) * (batch.dense_features[:, 1] > 0.5)
+
+    def with_two_tasks(self, batch: Any) -> Tensor:
+        logits, hidden = self.logits_and_hidden(batch)
+        click = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+        dwell = (hidden.mean(1) - batch.dense_features[:, 1]).square()
+        return click + 0.5 * batch.labels * dwell
+
+    def zero_head(self, batch: Any) -> Tensor:
+        return self.loss_n(batch)
+
+    def with_in_place(self, batch: Any) -> Tensor:
+        batch.dense_features.clamp_(max=1.0)
+        return self.loss_n(batch)
+
+    def with_checkpointed_sum(self, batch: Any) -> Tensor:
+        return self.loss_n(
+            batch, lambda h: torch.utils.checkpoint.checkpoint(torch.sin, h, use_reentrant=False)
+        )
+
+    # ---- these couple examples -------------------------------------------------------------------
+
+    def in_batch_softmax(self, batch: Any) -> Tensor:
+        _, hidden = self.logits_and_hidden(batch)
+        scores = hidden @ hidden.t()
+        return F.cross_entropy(scores, torch.arange(len(scores)), reduction="none")
+
+    def minus_mean(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: h - h.mean(0))
+
+    def minus_detached_mean(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: h - h.mean(0).detach())
+
+    def zero_head_minus_detached_mean(self, batch: Any) -> Tensor:
+        return self.minus_detached_mean(batch)
+
+    def small_regulariser(self, batch: Any) -> Tensor:
+        _, hidden = self.logits_and_hidden(batch)
+        return self.losses_of(hidden, batch) + 1e-3 * (hidden @ hidden.t()).mean(1)
+
+    def losses_of(self, hidden: Tensor, batch: Any) -> Tensor:
+        logits = self.head.out(hidden).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+
+    def batch_norm(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: F.batch_norm(h, None, None, training=True))
+
+    def over_batch_size(self, batch: Any) -> Tensor:
+        return self.loss_n(batch) / len(batch.labels)
+
+    def by_class_share(self, batch: Any) -> Tensor:
+        share = batch.labels.mean().clamp(0.1, 0.9)
+        return self.loss_n(batch) * torch.where(batch.labels > 0, 1 / share, 1 / (1 - share))
+
+    def hard_examples(self, batch: Any) -> Tensor:
+        losses = self.loss_n(batch)
+        return losses * (losses >= losses.detach().median())
+
+    def running_sum(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: h.cumsum(0) / 10)
+
+    def recentred_gradient(self, batch: Any) -> Tensor:
+        def hooked(h: Tensor) -> Tensor:
+            h.register_hook(lambda g: g - g.mean(0))
+            return h
+
+        return self.loss_n(batch, hooked)
+
+    def normed_gradient(self, batch: Any) -> Tensor:
+        def hooked(h: Tensor) -> Tensor:
+            h.register_hook(lambda g: g / (g.norm() + 1e-6))
+            return h
+
+        return self.loss_n(batch, hooked)
+
+    def gradient_by_others(self, batch: Any) -> Tensor:
+        scale = float(batch.dense_features.sum())
+
+        def hooked(h: Tensor) -> Tensor:
+            h.register_hook(lambda g: g * scale)
+            return h
+
+        return self.loss_n(batch, hooked)
+
+    def by_position(self, batch: Any) -> Tensor:
+        return self.loss_n(batch) * torch.linspace(0.5, 1.5, len(batch.labels))
+
+    def flipped(self, batch: Any) -> Tensor:
+        return self.loss_n(batch, lambda h: h.flip(0))
+
+    def rolled_loss(self, batch: Any) -> Tensor:
+        return self.loss_n(batch).roll(1)
+
+    def sorted_by_label(self, batch: Any) -> Tensor:
+        return self.loss_n(batch)[batch.labels.argsort()]
+
+    def labelled_only(self, batch: Any) -> Tensor:
+        return self.loss_n(batch)[batch.labels > 0]
+
+    def memory_bank(self, batch: Any) -> Tensor:
+        _, hidden = self.logits_and_hidden(batch)
+        losses = self.losses_of(hidden, batch)
+        if self.bank:
+            losses = losses + (hidden @ self.bank[-1].t()).logsumexp(1)
+        self.bank.append(hidden.detach())
+        return losses
+
+    def running_mean(self, batch: Any) -> Tensor:
+        mean, self.mean = self.mean, 0.9 * self.mean + 0.1 * float(batch.labels.mean())
+        return self.loss_n(batch) * (1.0 + mean)
+
+    def loss_history(self, batch: Any) -> Tensor:
+        losses = self.loss_n(batch)
+        weight, self.history = 1.0 + self.history, float(losses.detach().mean())
+        return losses * weight
+
+    def rate_by_loss(self, batch: Any) -> Tensor:
+        losses = self.loss_n(batch)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 * float(losses.detach().mean())
+        return losses
+
+    def other_data(self, batch: Any) -> Tensor:
+        if not hasattr(self, "others"):
+            self.others = [collate([e]) for e in Marked(SIZE).examples]
+        self.calls += 1
+        extra = self.others[np.random.randint(SIZE)].labels + self.next_of_others()
+        return self.loss_n(batch) * (1 + extra)
+
+    def next_of_others(self) -> Tensor:
+        _CURSOR[0] += 1
+        return self.others[_CURSOR[0] % SIZE].dense_features.sum()
+
+    def stored_batch(self, batch: Any) -> Tensor:
+        if not _STORED:
+            _STORED.append(collate([Marked(SIZE).examples[i] for i in range(40)]))
+
+        return self.loss_n(
+            take_examples(_STORED[0], 40, [i % 40 for i in range(len(batch.labels))])
+        )
+
+    def numpy_twice(self, batch: Any) -> Tensor:
+        drawn = [np.random.rand(len(batch.labels)) for _ in range(2)]
+        return self.loss_n(batch) * torch.from_numpy(sum(drawn)).float()
+
+
+_CURSOR, _STORED = [0], []
+
+FINE = [
+    "as_it_is", "with_dropout", "with_noise", "with_own_generator", "with_random_labels",
+    "with_numpy", "with_schedule", "with_metric", "with_weights", "with_two_tasks", "zero_head",
+    "with_in_place", "with_checkpointed_sum",
+]  # fmt: skip
+
+OTHERS_CHANGE = "others change when some are|reaches others"
+COUPLED = {
+    "in_batch_softmax": OTHERS_CHANGE,
+    "minus_mean": OTHERS_CHANGE,
+    "minus_detached_mean": OTHERS_CHANGE,
+    "zero_head_minus_detached_mean": OTHERS_CHANGE,
+    "small_regulariser": OTHERS_CHANGE,
+    "batch_norm": OTHERS_CHANGE,
+    "over_batch_size": "changes with the number of examples",
+    "by_class_share": "others change when some are",
+    "hard_examples": "others change when some are|changes with the number of examples",
+    "running_sum": OTHERS_CHANGE,
+    "recentred_gradient": "reaches others",
+    "normed_gradient": "whatever other losses are sent back with it",
+    "gradient_by_others": "others change when some are",
+    "by_position": "changes with the number of examples",
+    "flipped": "reaches others|losses of others and not their own",
+    "rolled_loss": "reaches others|losses of others and not their own",
+    "sorted_by_label": "reaches others|losses of others",
+    "labelled_only": "Expected one loss for each of the",
+    "memory_bank": "what an earlier batch left behind",
+    "running_mean": "what an earlier batch left behind",
+    "loss_history": "what an earlier batch left behind",
+    "rate_by_loss": "what an earlier batch left behind",
+    "other_data": "Expected the same examples to have the same losses",
+    "stored_batch": "train on the batch that was drawn|changes with the number",
+    "numpy_twice": "draws of numpy or random",
+}
+
+
+def fit(
+    change: str,
+    folder: Path,
+    world_size: int = 1,
+    plan: PrivacyPlan = NOISY,
+    loader: Any = None,
+    callbacks: Any = None,
+    module: Any = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Runs inside a rank. Says whether anything moved, also where training was refused."""
+    torch.manual_seed(0)
+    module = module or Model(change)
+    trainer = make_trainer(
+        world_size,
+        privacy=plan,
+        default_root_dir=str(folder),
+        callbacks=callbacks,
+        **({"max_steps": 3, "max_epochs": -1} | settings),
+    )
+    error = None
+    try:
+        trainer.fit(module, loader or marked_loader(world_size))
+    except ValueError as found:
+        error = str(found)
+    return {"error": error, "steps": trainer.global_step, "calls": module.calls}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_a_model_that_treats_examples_apart_is_let_through(
+    one_rank: Ranks, tmp_path: Path, name: str
+) -> None:
+    (found,) = one_rank.run(fit, name, tmp_path)
+    assert found["error"] is None
+    assert found["steps"] == 3
+    assert found["calls"] == 3  # what the probe did to the module was undone
+
+
+@pytest.mark.parametrize(("name", "message"), COUPLED.items(), ids=COUPLED)
+def test_a_model_that_couples_examples_is_refused_before_the_first_release(
+    one_rank: Ranks, tmp_path: Path, name: str, message: str
+) -> None:
+    (found,) = one_rank.run(fit, name, tmp_path)
+    assert found["error"] is not None
+    assert any(part in found["error"] for part in message.split("|")), found["error"]
+    assert found["steps"] == 0
+
+
+def test_the_refusal_names_the_layer_where_it_shows_first(one_rank: Ranks, tmp_path: Path) -> None:
+    (found,) = one_rank.run(fit, "minus_detached_mean", tmp_path)
+    assert "the input of 'linear' with 'head.out.weight'" in found["error"]
+
+
+class GathersRanks(Model):
+    """Cross-rank negatives: every loss sees the hidden vectors of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, hidden = self.logits_and_hidden(batch)
+        size = torch.tensor(len(hidden))
+        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX)
+        padded = F.pad(hidden.detach(), (0, 0, 0, int(size) - len(hidden)))
+        gathered = [torch.zeros_like(padded) for _ in range(2)]
+        torch.distributed.all_gather(gathered, padded)
+        other = gathered[1 - torch.distributed.get_rank()]
+        labels = batch.labels
+        own = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return own + (hidden @ other.t()).sum(1)
+
+
+@pytest.mark.parametrize("name", ["as_it_is", "with_dropout"])
+def test_two_ranks_are_let_through(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    for found in two_ranks.run(fit, name, tmp_path, 2):
+        assert found["error"] is None
+        assert found["steps"] == 3
+
+
+@pytest.mark.parametrize("name", ["minus_mean", "flipped", "over_batch_size"])
+def test_all_ranks_refuse_together(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    one, two = two_ranks.run(fit, name, tmp_path, 2)
+    assert one["error"] is not None
+    assert one["error"] == two["error"]
+
+
+def gathers(folder: Path) -> dict[str, Any]:
+    return fit("", folder, 2, module=GathersRanks())
+
+
+def test_examples_of_other_ranks_count_as_others(two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks.run(gathers, tmp_path):
+        assert "others change when some are" in found["error"]
+
+
+# ---- before training_step -----------------------------------------------------------------------
+
+
+def mixing_collate(examples: list[Any]) -> Any:
+    """Mix-up: every example's counts are mixed with the next one's."""
+    batch = collate(examples)
+    batch.dense_features = 0.7 * batch.dense_features + 0.3 * batch.dense_features.roll(1, 0)
+    return batch
+
+
+class MixesOnDevice(Model):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch.dense_features = batch.dense_features - batch.dense_features.mean(0)
+        return batch
+
+
+class ScalesOnDevice(Model):
+    """Each example by itself: nothing wrong."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch.dense_features = batch.dense_features / 10
+        return batch
+
+
+class MixesInCallback(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch.dense_features -= batch.dense_features.mean(0)
+
+
+def in_loader(folder: Path) -> dict[str, Any]:
+    loader = DataLoader(Marked(), batch_size=BATCH, collate_fn=mixing_collate)
+    return fit("as_it_is", folder, loader=loader)
+
+
+def on_device(folder: Path, kind: Any) -> dict[str, Any]:
+    return fit("as_it_is", folder, module=kind())
+
+
+def in_callback(folder: Path) -> dict[str, Any]:
+    return fit("as_it_is", folder, callbacks=[MixesInCallback()])
+
+
+def test_a_collate_function_that_mixes_examples_is_found(one_rank: Ranks, tmp_path: Path) -> None:
+    assert "others change when some are" in one_rank.run(in_loader, tmp_path)[0]["error"]
+
+
+def test_a_transfer_hook_that_mixes_examples_is_found(one_rank: Ranks, tmp_path: Path) -> None:
+    (found,) = one_rank.run(on_device, tmp_path, MixesOnDevice)
+    assert "others change when some are" in found["error"]
+    assert one_rank.run(on_device, tmp_path, ScalesOnDevice)[0]["error"] is None
+
+
+def test_a_callback_that_writes_to_the_batch_is_found(one_rank: Ranks, tmp_path: Path) -> None:
+    assert "a hook replaced it or wrote to it" in one_rank.run(in_callback, tmp_path)[0]["error"]
+
+
+# ---- when --------------------------------------------------------------------------------------
+
+
+class CouplesLater(Model):
+    """Harmless for two steps, by another path from then on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.minus_mean(batch) if self.global_step >= 2 else self.as_it_is(batch)
+
+
+class CouplesQuietly(Model):
+    """From step 12 on, by the same operations."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        share = 1.0 if self.global_step >= 12 else 0.0
+        return self.loss_n(batch, lambda h: h - share * h.mean(0).detach())
+
+
+def later(folder: Path, kind: Any, steps: int) -> dict[str, Any]:
+    return fit("", folder, module=kind(), max_steps=steps)
+
+
+def test_another_path_is_probed_when_it_is_taken(one_rank: Ranks, tmp_path: Path) -> None:
+    (found,) = one_rank.run(later, tmp_path, CouplesLater, 5)
+    assert found["steps"] == 2
+    assert found["error"] is not None
+
+
+def test_the_same_path_is_probed_again_by_a_public_rule(one_rank: Ranks, tmp_path: Path) -> None:
+    (found,) = one_rank.run(later, tmp_path, CouplesQuietly, 102)
+    assert found["steps"] == 100
+    assert found["error"] is not None
+    assert [step for step in range(10**5) if coupling.is_due(step)][:7] == [
+        0, 10, 100, 1000, 10000, 20000, 40000,
+    ]  # fmt: skip
+
+
+def test_whoever_says_why_is_not_probed(one_rank: Ranks, tmp_path: Path) -> None:
+    plan = PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, assume_independent_examples="the mean is of no data"
+    )
+    (found,) = one_rank.run(fit, "minus_mean", tmp_path, plan=plan)
+    assert found["error"] is None
+    assert found["calls"] == 3
+    assert any("the mean is of no data" in line for line in plan.assumptions())
+
+
+def test_a_reason_must_be_given() -> None:
+    with pytest.raises(ValueError, match="Expected a reason in assume_independent_examples"):
+        PrivacyPlan(noise_multiplier=1.0, assume_independent_examples=" ")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=3, drawn="users")),
+        PrivacyPlan(noise_multiplier=1.0, delta=1e-3, sampling="fixed_order"),
+        PrivacyPlan(mechanism=LazyDP(), noise_multiplier=1.0, delta=1e-3),
+    ],
+    ids=["users", "fixed order", "lazydp"],
+)
+def test_every_way_of_sampling_is_probed(one_rank: Ranks, tmp_path: Path, plan: Any) -> None:
+    assert one_rank.run(fit, "as_it_is", tmp_path, plan=plan)[0]["error"] is None
+    found = one_rank.run(fit, "minus_detached_mean", tmp_path, plan=plan)[0]
+    assert "others change when some are" in found["error"]
+
+
+def weights_after(folder: Path, probes: bool) -> Any:
+    """Noise and samples are the same under one key, so only the probe could make a difference."""
+    import secrets
+    from unittest import mock
+
+    plan = PrivacyPlan(
+        mechanism=DPSGD(),
+        noise_multiplier=1.0,
+        delta=1e-3,
+        assume_independent_examples=None if probes else "to compare",
+    )
+    torch.manual_seed(0)
+    module = Model("with_dropout")
+    with mock.patch.object(secrets, "token_bytes", bytes):
+        trainer = make_trainer(1, privacy=plan, default_root_dir=str(folder), max_steps=3)
+        trainer.fit(module, marked_loader(1))
+    return snapshot(module), torch.rand(3), np.random.rand(3)
+
+
+def test_the_probe_leaves_no_trace(one_rank: Ranks, tmp_path: Path) -> None:
+    """The same weights to the last bit, with dropout, as without it."""
+    (with_probe,), (without,) = (
+        one_rank.run(weights_after, tmp_path, probes) for probes in (True, False)
+    )
+    for one, two in zip(with_probe[0]["pieces"], without[0]["pieces"]):
+        assert torch.equal(one[3], two[3])
+    for name, value in with_probe[0]["dense"].items():
+        assert torch.equal(value, without[0]["dense"][name])
+    assert torch.equal(with_probe[1], without[1])
