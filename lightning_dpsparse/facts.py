@@ -37,12 +37,18 @@ def make_facts(
     taints: Sequence[str] = (),
     not_covered: Sequence[str] = (),
     audits: Sequence[dict[str, Any]] = (),
+    faults: Sequence[str] = (),
+    history: Sequence[dict[str, Any]] = (),
+    rounding_price: float = 0.0,
 ) -> dict[str, Any]:
-    """Everything about a run that can be released. Holds no value of any example."""
+    """Everything about a run that can be released. Holds no value of any example.
+
+    `faults` are reasons why the weights are not private whatever this run did.
+    """
     deltas = sorted({run.delta, *(10.0**-k for k in range(5, 11))}, reverse=True)
     epsilons = _worst(ledger, deltas)
     epsilon = epsilons[deltas.index(run.delta)]
-    faults = run.plan.faults()
+    faults = [*run.plan.faults(), *faults]
     is_private = not faults and math.isfinite(epsilon)
     return {
         "format": 1,
@@ -51,7 +57,7 @@ def make_facts(
         "guarantee": {
             "sentence": _sentence(run, epsilon, is_private),
             "is_private": is_private,
-            "epsilon": _finite(epsilon),
+            "epsilon": _finite(epsilon) if not faults else None,
             "delta": run.delta,
             "unit": "user" if isinstance(run.plan.unit, Users) else "example",
             "adjacency": run.plan.adjacency,
@@ -61,7 +67,7 @@ def make_facts(
         "target": None
         if run.plan.epsilon is None
         else {"epsilon": run.plan.epsilon, "delta": run.delta},
-        "ran": _ran(run, ledger, ranks),
+        "ran": {**_ran(run, ledger, ranks), "rounding_price": rounding_price},
         "ledger": [
             {"event": describe(e.event), "steps": e.count, "partition": e.partition}
             for e in ledger.entries
@@ -74,7 +80,9 @@ def make_facts(
             "rdp_epsilon": _rdp(ledger, run.delta),
         },
         "taints": [*run.plan.taints, *taints],
+        "assumptions": run.plan.assumptions(),
         "not_covered": [*NOT_COVERED, *not_covered],
+        "history": list(history),
         "audits": list(audits),
         "versions": _versions(),
     }

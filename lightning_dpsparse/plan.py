@@ -77,7 +77,8 @@ class PrivacyPlan:
     sampling: Literal["poisson", "fixed_order", "unamplified"] = "poisson"
     """poisson: the loader's order is replaced by Poisson samples of its data set. fixed_order: the
     data once through, in order, over and over; one full-price event per pass. unamplified: any
-    loader that never repeats a unit within a batch; one full-price event per step."""
+    loader whose order does not depend on the data, and that never repeats a unit within a batch;
+    one full-price event per step."""
 
     by_day: bool = False
     """Train on one day after the other (`dataset.day_starts`). Where a unit lives in one day, the
@@ -216,7 +217,7 @@ class PrivacyPlan:
     @property
     def adjacency(self) -> str:
         """What two data sets may differ in."""
-        if self.sampling == "fixed_order":
+        if self.sampling != "poisson":  # one more would shift all that come after it
             return "one example replaced by none, in its place"
         if isinstance(self.unit, Users):
             return f"one user added or removed, with at most {self.unit.max_examples:,} examples"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from lightning_dpsparse.accounting import events
-from lightning_dpsparse.accounting.calibration import calibrate, default_delta
+from lightning_dpsparse.accounting.calibration import calibrate, check_delta, default_delta
 from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.engine.read import Table
@@ -123,6 +124,7 @@ def resolve(
             "in the privacy plan."
         )
     delta = plan.delta if plan.delta is not None else default_delta(num_units or 1)
+    check_delta(delta, num_units or math.ceil(expected_batch))
     selection = selection_of(plan.mechanism)
     release = None if selection is None else selection.frequencies.event(tables)
     if release is not None and plan.fixed_key is not None:

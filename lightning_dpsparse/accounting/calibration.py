@@ -55,6 +55,30 @@ def default_delta(num_units: int) -> float:
     return float(f"1e{-math.ceil(math.log10(10 * num_units) - 1e-12)}")
 
 
+def check_delta(delta: float, num_units: int) -> None:
+    """Refuse a delta that a mechanism without any privacy meets.
+
+    One that publishes a random unit as it is has (0, 1/N)-differential privacy.
+    """
+    if delta * num_units >= 1.0:
+        raise ValueError(
+            f"Expected delta below 1 / {num_units:,} (the number of units), found {delta:g}: at "
+            "that delta somebody's data may be published as it is. Use "
+            f"{default_delta(num_units):g}, or leave delta out."
+        )
+
+
+def delta_warning(delta: float, num_units: int | None) -> str | None:
+    """What to say of a delta that is allowed and large."""
+    if num_units is None or delta * 10 * num_units <= 1.0:
+        return None
+    return (
+        f"delta={delta:g} is more than a tenth of 1 / {num_units:,}: the chance that something "
+        f"goes wrong for somebody is {delta * num_units:.0%}. {default_delta(num_units):g} is the "
+        "default."
+    )
+
+
 def calibrate(
     cost: Callable[[float, float], float],
     epsilon: float,

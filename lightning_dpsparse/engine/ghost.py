@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_dpsparse.engine.dense import Form
 from lightning_dpsparse.engine.norms import not_below_rounding
@@ -44,12 +45,43 @@ _REFUSED = {
 def check_layers(module: nn.Module) -> None:
     """Refuse layers whose per-example gradients do not exist or cannot be seen."""
     for path, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(path, layer)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"Expected parameters of known shape, found {name!r} of {path!r} still to be "
+                    "made by a first pass. Give the layer its sizes."
+                )
         for kind, fault in _REFUSED.items():
             if isinstance(layer, kind):
                 raise ValueError(
                     f"Expected layers that treat each example by itself, found "
                     f"{type(layer).__name__} at {path!r}, which {fault}."
                 )
+
+
+def _check_embedding(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
+    if layer.max_norm is not None:
+        raise ValueError(
+            f"Expected no max_norm in {type(layer).__name__} at {path!r}, found {layer.max_norm}: "
+            "rows that are read would be written to in the forward pass, and tell which they "
+            "were. Leave it out."
+        )
+    if layer.scale_grad_by_freq:
+        raise ValueError(
+            f"Expected scale_grad_by_freq=False in {type(layer).__name__} at {path!r}, found True: "
+            "an example's gradient would depend on how many others read its rows. Leave it out."
+        )
+
+
+def padding_rows(module: nn.Module) -> list[tuple[Tensor, int]]:
+    """Rows that stand for padding, and never learn."""
+    return [
+        (layer.weight, layer.padding_idx)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.padding_idx is not None
+    ]
 
 
 class DenseCapture(Recorder):

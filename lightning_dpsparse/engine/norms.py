@@ -8,6 +8,7 @@ meet on its rows. So do the examples of one user, where a user is what is clippe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -18,6 +19,19 @@ from lightning_dpsparse.engine.lookups import Lookup, Runs
 # B examples, F features, L lookups, E width of all features, D width of a table, U (unit, row)s
 
 ROUNDING = torch.finfo(torch.float32).eps
+
+
+_UNSEEN = 2.0**-63
+"""Numbers below square to less than float32 can hold."""
+
+
+def norms_of(values: Tensor) -> Tensor:
+    """Norms over the last dimension, none below what small numbers may hide.
+
+    A gradient of 1e-23 squares to zero, and beside an input of 1e18 still counts.
+    """
+    least = _UNSEEN * math.sqrt(values.shape[-1])
+    return torch.linalg.vector_norm(values, dim=-1).clamp_min_(least)
 
 
 def square_norms(
@@ -78,9 +92,10 @@ def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
     example_L = kept.order_L - feature_L * lookup.num_examples
     by_bag = lookup.gradient.view(lookup.num_examples * num_features, -1)
     value_LD = by_bag.index_select(0, example_L * num_features + feature_L)
-    squares_L = torch.linalg.vector_norm(value_LD, dim=1).square_()
-    if lookup.coefficient_L is not None:
-        squares_L *= lookup.coefficient_L[kept.order_L].square()
+    if lookup.coefficient_L is None:
+        squares_L = torch.linalg.vector_norm(value_LD, dim=1).square_()
+    else:
+        squares_L = norms_of(value_LD).mul_(lookup.coefficient_L[kept.order_L]).square_()
     return squares_B.index_add_(0, example_L, squares_L)
 
 
@@ -95,7 +110,7 @@ def _of_unshared(lookup: Lookup, coefficient_L: Tensor | None, features: list[in
     )
     for feature in features:
         part_BD = gradient_BE[:, lookup.layout.columns[feature]]
-        squares_B += torch.linalg.vector_norm(part_BD, dim=1).square_() * weight_FB[feature]
+        squares_B += norms_of(part_BD).mul_(weight_FB[feature].sqrt()).square_()
     return squares_B
 
 

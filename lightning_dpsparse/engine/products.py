@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.norms import not_below_rounding
+from lightning_dpsparse.engine.norms import norms_of, not_below_rounding
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
 
@@ -64,6 +64,9 @@ def weight_square_norm(
 
 def position_norms(a: Tensor, g: Tensor) -> Tensor:
     """|| g_t a_t^T ||, (B, T)."""
+    if a.shape[1] == 1:
+        return norms_of(a) * norms_of(g)
+    # In float64, which hides nothing; and positions of zeros, as padding has, are to stay zero.
     norm_a, norm_g = (torch.linalg.vector_norm(factor, dim=2) for factor in (a, g))
     return norm_a * norm_g
 

@@ -139,9 +139,24 @@ class Recorder:
         offset = self._record(bias, "bias", use) if bias is not None else None
         return use.watch(F.linear(input, weight, offset))
 
-    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        use = Rows("embedding", ids=input)
-        return use.watch(F.embedding(input, self._record(weight, "rows", use), *args, **kwargs))
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if max_norm is not None or scale_grad_by_freq:
+            raise ValueError(
+                "Expected F.embedding without max_norm and scale_grad_by_freq, found one of them: "
+                "rows would be rewritten by who reads them, or scaled by how many do. Leave it out."
+            )
+        padding = None if padding_idx is None else padding_idx % len(weight)
+        use = Rows("embedding", ids=input, padding=padding)
+        return use.watch(F.embedding(input, self._record(weight, "rows", use)))
 
     def _layer_norm(
         self,

@@ -264,8 +264,8 @@ def _sums_of_rows(
 
 
 def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> Tensor:
-    """Units that were clipped, and units whose gradient is not zero."""
-    is_unit_B = (squares_KB > 0).any(0)
+    """Units that were clipped, and units whose gradient is not zero, to speak of."""
+    is_unit_B = (squares_KB > torch.finfo(squares_KB.dtype).tiny).any(0)
     if leader_B is not None:
         is_unit_B &= leader_B == torch.arange(leader_B.numel(), device=leader_B.device)
     is_clipped_B = (factors_KB < 1).any(0) & is_unit_B

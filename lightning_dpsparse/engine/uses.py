@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_dpsparse.engine.norms import row_square_norms
+from lightning_dpsparse.engine.norms import norms_of, row_square_norms
 from lightning_dpsparse.engine.products import Positions, outer_sum, position_norms
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
@@ -96,17 +96,15 @@ class Product(Use):
     def flat_square_norm(self, *, of_bias: bool) -> Tensor:
         """||g||^2 for the bias, (||g|| ||a||)^2 for the weight.
 
-        Too large a norm of either is infinite, and the example counts nothing. Gradients below
-        3e-23 square to zero: what is not seen of n of them, with the largest inputs that pass, is
-        at most 5e-4 sqrt(n).
+        Too large a norm of either is infinite, and the example counts nothing.
         """
         assert self.inputs is not None
         assert self.gradient is not None
         if self._norm_B is None:  # weight and bias ask alike
-            self._norm_B = torch.linalg.vector_norm(self.gradient, dim=1)
+            self._norm_B = norms_of(self.gradient)
         if of_bias:
             return self._norm_B.square()
-        return torch.linalg.vector_norm(self.inputs, dim=1).mul_(self._norm_B).square_()
+        return norms_of(self.inputs).mul_(self._norm_B).square_()
 
     def flat_weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
         """sum_b f_b g_b a_b^T, or without a_b for the bias, into `out`."""
@@ -175,6 +173,8 @@ class Rows(Use):
     """`F.embedding`: on row r, example b has the sum of g over its positions that read r."""
 
     ids: Tensor | None = None
+    padding: int | None = None
+    """The row that stands for padding: nobody's gradient reaches it."""
 
     def first_dimensions(self) -> list[int]:
         assert self.ids is not None
@@ -189,7 +189,10 @@ class Rows(Use):
         assert self.ids is not None
         assert self.gradient is not None
         ids = self.ids.flatten(1) if self.ids.dim() > 1 else self.ids[:, None]
-        return ids, _positions(self.gradient)
+        g = _positions(self.gradient)
+        if self.padding is not None:
+            g = g.masked_fill((ids == self.padding)[:, :, None], 0.0)
+        return ids, g
 
 
 @dataclass

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.special import expit
 
-from lightning_dpsparse.accounting.calibration import default_delta
+from lightning_dpsparse.accounting.calibration import check_delta, default_delta
 from lightning_dpsparse.estimators.fitting import (
     Problem,
     bias_reduced_steps,
@@ -176,6 +176,8 @@ class DPLinearModel:
                 f"Expected from one to num_examples={count} rows, found others. Raise "
                 "num_examples, which is public."
             )
+        delta = default_delta(count) if self.delta is None else float(self.delta)
+        check_delta(delta, count)
         problem = Problem(
             rows_ND=rows_ND,
             labels_N=labels_N,
@@ -184,7 +186,7 @@ class DPLinearModel:
             row_norm=math.hypot(self.feature_norm, float(self.fit_intercept)),
             max_nonzeros=self.max_nonzeros + int(self.fit_intercept),
             epsilon=float(self.epsilon),
-            delta=default_delta(count) if self.delta is None else float(self.delta),
+            delta=delta,
             is_noise_secret=noise is None,
         )
         source = fresh(noise)

@@ -23,7 +23,11 @@ Position = tuple[int, int]  # epoch, and batches of it that are done
 def training_loader(loader: object, uneven: Uneven, position: Callable[[], Position]) -> object:
     """A loader that resumes in the middle of an epoch and never leaves a rank alone."""
     loader = same_number_of_batches(loader, "training", uneven)
-    if isinstance(loader, DataLoader) and type(loader.batch_sampler) is data.BatchSampler:
+    if (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, data.IterableDataset)
+        and type(loader.batch_sampler) is data.BatchSampler
+    ):
         return rebuild(ResumableLoader, loader, _FromBatch(loader.batch_sampler, position))
     return loader
 

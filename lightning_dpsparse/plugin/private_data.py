@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    WeightedRandomSampler,
 )
 
 from lightning_dpsparse.noise.keys import RunKey
@@ -74,6 +76,8 @@ class DataShape:
 
     dataset: object = None
     """What the training loader reads, where that is known."""
+    trusted: str | None = None
+    """What has to be believed of the user's own order."""
 
     @property
     def accounted(self) -> tuple[object, ...]:
@@ -232,8 +236,59 @@ def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
             "expected_batch_size in the privacy plan."
         )
     dataset = getattr(loader, "dataset", None)
-    size = None if isinstance(dataset, IterableDataset) or dataset is None else len(dataset)
-    return DataShape([Phase(0, size or 0, 1.0)], size, expected)
+    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+        trusted = (
+            f"That {type(loader if dataset is None else dataset).__name__} gives examples in an "
+            "order that does not depend on them, none twice in a batch."
+        )
+        size = None if isinstance(dataset, IterableDataset) else sized_len(dataset)
+        return DataShape(
+            [Phase(0, size or 0, 1.0)], size, expected, dataset=dataset, trusted=trusted
+        )
+    check_no_repeats(dataset)
+    size = len(cast(Sized, dataset))
+    return DataShape(
+        [Phase(0, size, 1.0)],
+        size,
+        expected,
+        reader=_reader(loader),
+        dataset=dataset,
+        trusted=_check_order(loader, place),
+    )
+
+
+def _check_order(loader: DataLoader[Any], place: Place) -> str | None:
+    """Refuse an order that repeats examples or looks at them; say what has to be believed."""
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+        raise ValueError(
+            f"Expected an order in which every example comes once, found {type(sampler).__name__} "
+            "with replacement or weights: an example may come several times in a batch, at the "
+            "price of one. Leave the sampler out, and weigh losses instead."
+        )
+    size, together = len(cast(Sized, loader.dataset)), (loader.batch_size or 0) * place.world_size
+    if size < together and size % place.world_size:
+        raise ValueError(
+            f"Expected at least one whole batch of {together:,} examples, or as many for every "
+            f"rank, found {size:,}: some would be shown to two ranks at once. Use a smaller batch."
+        )
+    if type(loader.batch_sampler) is BatchSampler and isinstance(
+        sampler, (SequentialSampler, RandomSampler, DistributedSampler)
+    ):
+        return None
+    return f"That the order of {type(sampler).__name__} does not depend on the examples."
+
+
+def noted(loader: object, plan: PrivacyPlan, deliveries: Deliveries) -> object:
+    """A loader of the user's with the numbers of its examples noted, where it has numbers."""
+    if (
+        plan.sampling != "unamplified"
+        or not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
+        return loader
+    return rebuild(type(loader), loader, _Noted(loader.batch_sampler, deliveries))
 
 
 _COUNTED_AT_ONCE = 8192
@@ -282,8 +337,16 @@ class _Noted:
 
     def __iter__(self) -> Iterator[list[int]]:
         for indices in self._batches:
-            self._deliveries.note_drawn(indices)
+            if len(set(indices)) < len(indices):
+                raise ValueError(
+                    "Expected every example once in a batch, found one several times: it would "
+                    "count as several at the price of one. Draw without replacement."
+                )
+            self._deliveries.note_drawn(list(indices))
             yield indices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 class _Collated(Dataset[Any]):

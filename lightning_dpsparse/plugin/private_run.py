@@ -11,19 +11,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_dpsparse.accounting.calibration import delta_warning
 from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
 from lightning_dpsparse.budget import Budget, BudgetSpentError, forecast
 from lightning_dpsparse.engine.dense import DenseGaussian
-from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import PublicFrequencies
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin import refusals
-from lightning_dpsparse.plugin.datasets import shares_examples
-from lightning_dpsparse.plugin.deliveries import Deliveries
+from lightning_dpsparse.plugin.datasets import digest, shares_examples
+from lightning_dpsparse.plugin.deliveries import Deliveries, delivered
+from lightning_dpsparse.plugin.evidence import Evidence
+from lightning_dpsparse.plugin.lineage import History, keep_history
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter
-from lightning_dpsparse.plugin.private_data import DataShape, Place, private_loader
+from lightning_dpsparse.plugin.private_data import DataShape, Place, noted, private_loader
 from lightning_dpsparse.plugin.selecting import RowSelector, tell_tables
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
@@ -41,11 +43,9 @@ class PrivateRun:
         self._key = from_rank_zero(plan.make_key)
         self._is_watched = self._diagnose = False
         self.ended_early = False
-        self._taints: list[str] = []
-        self._not_covered: list[str] = []
+        self.evidence = Evidence(trainer)
         self._ledger: Ledger | None = None
         self._shape: DataShape | None = None
-        self._facts: tuple[Any, dict[str, Any]] | None = None
         self._budget: Budget | None = None
         self._journal: Journal | None = None
         self._journal_folder = self.folder / "privacy"
@@ -90,31 +90,37 @@ class PrivateRun:
         self._shape = shape
         return loader
 
+    def watched(self, loader: object) -> object:
+        """The same loader, with everything that it delivers noted."""
+        return delivered(noted(loader, self.plan, self.deliveries), self.deliveries)
+
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: what its line of runs has spent stays spent."""
         data = checkpoint.get(CHECKPOINT_KEY)
         if data is None:
-            self._not_covered.append(
+            self.evidence.trust(
                 "The data behind the checkpoint that training began from, which has no ledger."
             )
             return
         ledger = Ledger.from_data(data["ledger"])
-        taken = ledger.steps - ledger.lost
         self._journal_folder = Path(data["journal"])  # one for all runs that go on from another
+        self._ledger = self._with_journal(ledger)
+        self.evidence.restore(data)
+        self._selected_before = data.get("selection")
+
+    def _with_journal(self, ledger: Ledger) -> Ledger:
+        """What was charged since by whoever else went on from these weights."""
+        taken = ledger.steps - ledger.lost
         on_disk = from_rank_zero(lambda: read_ledger(self._journal_folder / f"{ledger.run}.json"))
         if on_disk is None:
-            self._taints.append(
+            self.evidence.taint(
                 f"The journal of run {ledger.run} was not found: steps that a killed process took "
                 "after the checkpoint are not counted."
             )
         elif on_disk.steps >= ledger.steps:
             ledger = on_disk
         ledger.lost = ledger.steps - taken
-        self._taints.extend(t for t in data["taints"] if t not in self._taints)
-        for what in data["not_covered"]:
-            self.trust(what)
-        self._selected_before = data.get("selection")
-        self._ledger = ledger
+        return ledger
 
     def start(self, module: LightningModule) -> None:
         """Charge-ready: noise calibrated, budget known, journal open."""
@@ -122,8 +128,10 @@ class PrivateRun:
         assert self._shape is not None
         ledger = self._ledger
         if ledger is None and hasattr(module, _SPENT):
-            ledger, self._journal_folder, selector = getattr(module, _SPENT)
-            self._selected_before = None if selector is None else selector.state()
+            spent, self._journal_folder, selection, kept = getattr(module, _SPENT)
+            ledger = self._with_journal(Ledger.from_data(spent))
+            self._selected_before = selection
+            self.evidence.restore(kept)
         if ledger is None:
             ledger = from_rank_zero(Ledger)
         planned = self._trainer.estimated_stepping_batches  # asks the ranks: on all of them
@@ -139,6 +147,13 @@ class PrivateRun:
                 public_tables(module),
             )
         )
+        self._logs = Logs(self._trainer)
+        if shape.trusted is not None:
+            self.evidence.trust(shape.trusted)
+        warning = delta_warning(run.delta, run.num_units)
+        if warning is not None:
+            rank_zero_warn(warning)
+        self.evidence.begin(module, digest(shape.dataset), ledger, self._logs)
         self._tell_of_changes(ledger, run.noise_multiplier)
         run.take_up(ledger)
         self._prepare_selection(module, run, ledger)
@@ -151,10 +166,9 @@ class PrivateRun:
         self._budget = Budget(run, ledger, ahead, self._journal)
         if self._is_selection_overdue:
             self._select(self._budget.step)
-        setattr(module, _SPENT, (ledger, self._journal_folder, self._selector))
-        self._logs = Logs(self._trainer)
+        self._module = module
         perimeter = Perimeter(
-            self.plan, module, self._trainer, self.deliveries, self._shape.reader, self._logs
+            self.plan, module, self._trainer, self.deliveries, shape.reader, self._logs
         )
         self.steps = PrivateSteps(
             module,
@@ -164,7 +178,7 @@ class PrivateRun:
             probe=perimeter.probe if perimeter.probes else None,
         )
         perimeter.open(self.steps)
-        self._perimeter = perimeter
+        self._perimeter, self._rounding_price = perimeter, self.steps.rounding_price
         if self._is_watched:
             self.steps.watch_gradient_size(module, self._trainer.strategy.root_device)
         for fault in self.plan.faults():
@@ -182,7 +196,7 @@ class PrivateRun:
         self._selector = RowSelector(selection, module, source, examples)
         if isinstance(selection.frequencies, PublicFrequencies):
             self._selector.select_by_public_counts(selection.frequencies)
-            self.trust(selection.frequencies.trusted)
+            self.evidence.trust(selection.frequencies.trusted)
         elif self._selected_before and self._selected_before["of"] == repr(selection):
             self._selector.restore(self._selected_before)
         elif not run.selects_before(ledger.steps - ledger.lost):
@@ -246,11 +260,6 @@ class PrivateRun:
             f"{run.noise_multiplier:.4f}, clip norm {self.plan.clip_norm:g}, delta {run.delta:g}; "
             f"{goal}."
         )
-
-    def trust(self, what: str) -> None:
-        """Something that went into the model and is taken to be public: the report says so."""
-        if what not in self._not_covered:
-            self._not_covered.append(what)
 
     def watch(self, *, diagnostics: bool) -> None:
         """Before `start`: count updated rows, and with `diagnostics` what is clipped and read."""
@@ -326,38 +335,34 @@ class PrivateRun:
         return {
             "ledger": self.budget.ledger.to_data(),
             "journal": str(self._journal_folder.absolute()),
-            "taints": self.taints(),
-            "not_covered": list(self._not_covered),
             "selection": self._selection_state(),
+            **self.evidence.kept(),
         }
 
-    def facts(self) -> dict[str, Any]:
-        """The privacy report's facts, exact as of now. Slow, so made once for a step."""
-        budget, taints = self.budget, self.taints()
-        now = (budget.ledger.steps, taints)
-        if self._facts is None or self._facts[0] != now:
-            made = make_facts(
-                budget.run,
-                budget.ledger,
-                self._trainer.world_size,
-                taints=taints,
-                not_covered=self._not_covered,
-            )
-            self._facts = now, made
-        return self._facts[1]
+    def history(self) -> History:
+        """Of the weights as they are now."""
+        return self.evidence.history(self.budget.ledger)
 
-    def taints(self) -> list[str]:
-        """Ways in which private data got out or in beside the mechanism, as far as can be seen."""
-        found = [*self._taints, *(self._logs.taints() if self._logs is not None else ())]
-        return list(dict.fromkeys(found))
+    def facts(self) -> dict[str, Any]:
+        """The privacy report's facts, exact as of now."""
+        return self.evidence.facts(self.budget, self._rounding_price)
+
+    def _stay_with(self, module: LightningModule) -> None:
+        """What was spent stays with the weights in memory too."""
+        folder, selection = self._journal_folder, self._selection_state()
+        spent = self.budget.ledger.to_data(), folder, selection, self.evidence.kept()
+        object.__setattr__(module, _SPENT, spent)
+        keep_history(module, self.history())
 
     def settle(self) -> None:
         """At rest: the journal says what was really taken."""
         if self._budget is not None:
             self._budget.settle()
+            self._stay_with(self._module)
 
     def close(self) -> None:
         if self._budget is not None:
+            self.settle()
             self._budget.close()
         if self._perimeter is not None:
             self._perimeter.close()

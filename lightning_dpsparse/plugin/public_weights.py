@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dpsparse.plugin.lineage import history_in, history_of, keep_history
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.sharded.checkpoint import load_whole_state
 
@@ -37,20 +38,27 @@ class PublicWeights(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = getattr(trainer.strategy, "private_run", None)
         if isinstance(run, PrivateRun):
-            run.trust(f"The data behind the weights of {self.path.name!r}, taken to be public.")
+            run.evidence.trust(
+                f"The data behind the weights of {self.path.name!r}, taken to be public."
+            )
         if self._is_loaded:  # fit, and fit again: what was learned stays
             return
+        found = self._read()
+        history = history_in(found)
+        if isinstance(run, PrivateRun):
+            run.evidence.take_as_public(history, self.path.name)
+        keep_history(pl_module, (*history_of(pl_module), *history))
         prefix = f"{self.into}." if self.into else ""
         state = {
             f"{prefix}{key}": value
-            for key, value in self._read().items()
+            for key, value in found.get("state_dict", found).items()
             if not self._is_fresh(key)
         }
         self._check(state, pl_module.state_dict(), prefix)
         load_whole_state(pl_module, state)
         self._is_loaded = True
 
-    def _read(self) -> dict[str, Tensor]:
+    def _read(self) -> dict[str, Any]:
         if not self.path.is_file():
             raise ValueError(
                 f"Expected a file of weights, found none at {str(self.path)!r}. Save a state dict "
@@ -58,7 +66,7 @@ class PublicWeights(Callback):
                 "consolidate`."
             )
         found: dict[str, Any] = torch.load(self.path, map_location="cpu", mmap=True)
-        return found.get("state_dict", found)
+        return found
 
     def _is_fresh(self, key: str) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in self.fresh)

@@ -11,11 +11,13 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.plugin.lineage import History
 from lightning_dpsparse.plugin.logs import Logs
 
 
@@ -84,6 +86,21 @@ def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
             )
 
 
+def check_private_module(module: LightningModule) -> None:
+    """Ways of training in which the strategy does not see every step."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Expected automatic optimization in private training, found "
+            "automatic_optimization=False: backward passes and updates would not be those that "
+            "are charged. Return one loss per example from training_step instead."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Expected training_step(batch, batch_idx) in private training, found dataloader_iter: "
+            "which batches it takes would not be seen. Take the batch as an argument."
+        )
+
+
 def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
     """A copy of the weights at every step would hold rows that owe noise, for good."""
     if mechanism is None or not mechanism.defers:
@@ -112,6 +129,16 @@ def check_private_resume(spent: object, plan: object) -> None:
         raise ValueError(
             "Expected a privacy plan to go on with a private run, found none: every further step "
             "would be unprotected and uncounted. Set privacy on the strategy."
+        )
+
+
+def check_private_history(history: History) -> None:
+    """The same for weights that are still in memory, or came from a file."""
+    if any(span.is_private for span in history):
+        raise ValueError(
+            "Expected a privacy plan to go on with weights that were trained privately, found "
+            "none: every further step would be unprotected and uncounted. Set privacy on the "
+            "strategy, or begin with a new module."
         )
 
 

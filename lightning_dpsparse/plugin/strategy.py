@@ -4,42 +4,35 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
-from tqdm import tqdm
 from typing_extensions import override
 
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
-from lightning_dpsparse.plugin.deliveries import delivered
-from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
-from lightning_dpsparse.plugin.selecting import tell_tables
-from lightning_dpsparse.report import write as write_report
+from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
+from lightning_dpsparse.plugin.lineage import keep_history
+from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.sharded import build, fused, shards
-from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.parts import split_batch
 from lightning_dpsparse.sharded.placement import Placement
 from lightning_dpsparse.sharded.refusals import check_wrappers
 
 
-class DPSparseStrategy(DDPStrategy):
+class DPSparseStrategy(ShardedCheckpoints):
     """Train a LightningModule whose embedding tables are sharded over all ranks.
 
     Tables are those of every `EmbeddingBagCollection` and `EmbeddingCollection` in it.
@@ -82,8 +75,6 @@ class DPSparseStrategy(DDPStrategy):
             )
         self.privacy = privacy
         self.max_physical_batch = max_physical_batch
-        self._run: PrivateRun | None = None
-        self._carried: dict[str, Any] | None = None
         self._shown: tuple[float, int] | None = None
         self.placement = placement or Placement()
         self.fused_optimizer = fused_optimizer or FusedOptimizer()
@@ -121,6 +112,8 @@ class DPSparseStrategy(DDPStrategy):
         mechanism = None if self.privacy is None else self.privacy.mechanism
         self.fused_optimizer.check(self.root_device, mechanism)
         refusals.check_averaging(trainer, mechanism)
+        if self.privacy is not None and trainer.state.fn == TrainerFn.FITTING:
+            refusals.check_private_module(module)
         if shards.sharded_collections(module):  # fit, test, fit again
             fused.check_kernels(module, self.fused_optimizer)
         else:
@@ -137,11 +130,6 @@ class DPSparseStrategy(DDPStrategy):
             self._shown = None
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    @property
-    def module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @override
     def model_to_device(self) -> None:
@@ -170,24 +158,21 @@ class DPSparseStrategy(DDPStrategy):
                 self.uneven_loaders,
                 lambda: (trainer.current_epoch, progress.current.ready),
             )
-            return dataloader if self._run is None else delivered(dataloader, self._run.deliveries)
+            return dataloader if self._run is None else self._run.watched(dataloader)
         stage = str(trainer.state.stage.value) if trainer.state.stage else "evaluation"
         return loaders.evaluation_loader(
             dataloader, stage, self.uneven_loaders, self.global_rank, self.world_size
         )
 
-    @property
-    def private_run(self) -> PrivateRun | None:
-        """What the callbacks of this package talk to."""
-        return self._run
-
     # ---- one step -------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
-        if self._run is not None:
-            self._run.start(self.module)
-            self._run.end_if_spent(self.module.trainer.global_step)
+        if self._run is None:
+            self._begin_plain_training()
+            return
+        self._run.start(self.module)
+        self._run.end_if_spent(self.module.trainer.global_step)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -314,83 +299,12 @@ class DPSparseStrategy(DDPStrategy):
         loss = refusals.one_loss_per_example(loss)
         return loss.sum() / build.global_count(loss.numel(), loss.device)
 
-    # ---- checkpoints ----------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The one point that every checkpoint passes: noise that was put off lands before it."""
-        if self._run is not None and self._run.has_started:
-            self._run.perimeter.before_save()
-        self._pay_all()
-        return super().lightning_module_state_dict()
-
-    def _pay_all(self) -> None:
-        if self._run is not None and self._run.steps is not None:
-            self._run.steps.pay_all(self._payment_bar if self.is_global_zero else None)
-
-    @staticmethod
-    def _payment_bar(work: Sequence[Any]) -> Iterable[Any]:
-        return tqdm(work, "Noise for all rows", delay=1.0, leave=False, unit="chunk")
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
-        """Write a directory: every rank its shards, rank 0 the rest."""
-        path = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero and path.is_file():
-            path.unlink()
-        self.barrier()
-        meta = dict(checkpoint)
-        if self._run is not None and self._run.has_started:
-            meta[CHECKPOINT_KEY] = self._run.checkpoint()
-        elif self._carried is not None:
-            meta[CHECKPOINT_KEY] = self._carried
-        sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
-        if self.is_global_zero and self._run is not None and self._run.has_started:
-            write_report(self._run.facts(), path)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
-        checkpoint = sharded_checkpoint.load(
-            path,
-            self.module,
-            strict=self.module.strict_loading,
-            with_optimizer=is_fitting,
-            weights_only=weights_only,
-        )
-        self._carried = checkpoint.get(CHECKPOINT_KEY)
-        if is_fitting:
-            refusals.check_private_resume(self._carried, self.privacy)
-        else:
-            selected = (self._carried or {}).get("selection") or {}
-            # Other ids may be read from one row.
-            tell_tables(self.module, selected.get("rows"), selected.get("row_for_others"))
-        if self._run is not None:
-            self._run.restore(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing left to do: `load_checkpoint` read the shards in place."""
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self.is_global_zero:
-            shutil.rmtree(filepath, ignore_errors=True)
+    # ---- the end -------------------------------------------------------------------------------
 
     @override
     def on_train_end(self) -> None:
         if self._run is None:
+            keep_history(self.module, self._current_history())
             return
         self._pay_all()
         self._run.settle()
@@ -404,7 +318,10 @@ class DPSparseStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._run is not None:
+        if self._run is None:
+            if self.lightning_module is not None and self.module.trainer.global_step:
+                keep_history(self.module, self._current_history())
+        else:
             self._run.settle()
             try:
                 self._pay_all()

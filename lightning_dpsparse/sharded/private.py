@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dpsparse.engine.dense import DenseForms
-from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
+from lightning_dpsparse.engine.ghost import DenseCapture, check_layers, padding_rows
 from lightning_dpsparse.engine.graph import graph_of
 from lightning_dpsparse.engine.rounding import check_price, price
 from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
@@ -54,6 +54,7 @@ class PrivateSteps:
             if isinstance(collection, Seam)
         ]
         self.parameters = DenseParameters(module)
+        self._padding = padding_rows(module)
         plan = run.plan
         self._recipe = Recipe(
             plan.mechanism,
@@ -166,6 +167,9 @@ class PrivateSteps:
         for debts in self._debts():
             debts.owe_for(self._step, self._recipe.noise_stddev)
         release(sums, reads, self._dense, self._recipe, ranks, self._step)
+        for parameter, row in self._padding:
+            if parameter.grad is not None:
+                parameter.grad[row] = 0.0  # noise would move it
         gradients = ((id(p), p.grad) for p in self._dense.parameters.values())
         self.released = {key: (g, g._version) for key, g in gradients if g is not None}
         self._counts = self._count_rows(sums, reads) if self._recipe.diagnose else None

@@ -38,8 +38,36 @@ def check_tables(module: nn.Module) -> None:
                 "would be read once, for all of them. Call set_ec_index_dedup(False)."
             )
         is_weighted = is_pooled(collection) and collection.is_weighted()
+        _check_parameters(module, path, collection)
         for config in table_configs(collection):
             _check_table(config, path, is_weighted=is_weighted)
+
+
+def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> None:
+    """Settings of tables' weights that sharding would silently drop."""
+    inside = {id(parameter): name for name, parameter in collection.named_parameters()}
+    for name, parameter in collection.named_parameters():
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"Expected tables that learn in {path!r}, found requires_grad=False for {name!r}: "
+                "the fused optimizer would train it all the same. Put a table that is fixed into "
+                "nn.EmbeddingBag.from_pretrained."
+            )
+        if getattr(parameter, "_in_backward_optimizers", None) or hasattr(
+            parameter, "_optimizer_classes"
+        ):
+            raise ValueError(
+                f"Expected the strategy's fused_optimizer to train {path!r}, found "
+                f"apply_optimizer_in_backward on {name!r}, whose settings would be ignored. Set "
+                "them in FusedOptimizer."
+            )
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(f"{path}." if path else ""):
+            raise ValueError(
+                f"Expected tables of {path!r} to share their weights with nobody, found that "
+                f"{name!r} is tied to {inside[id(parameter)]!r}: sharding would part them. Give "
+                "each a weight of its own."
+            )
 
 
 def _check_table(config: BaseEmbeddingConfig, path: str, *, is_weighted: bool) -> None:

@@ -122,6 +122,16 @@ def dense_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{path}.{key}" if path else key, owner, key
 
 
+def register_state_hook(module: nn.Module, key: str, value: Callable[[], Any]) -> None:
+    """Have every state dict of the module carry a value in its metadata, where nobody who loads it
+    stumbles over it."""
+
+    def note(_: nn.Module, state: Any, *rest: Any) -> None:
+        state._metadata[key] = value()
+
+    module._register_state_dict_hook(note)
+
+
 @contextmanager
 def tables_on_meta() -> Iterator[None]:
     """Inside, a table collection takes no memory: its shards are allocated later.
