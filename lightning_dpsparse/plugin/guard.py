@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.shards import dense_buffers
 
 _FEW = 1 << 16
-"""Numbers of frozen tensors that are added up in every step; more only before anything is saved."""
+"""Numbers of the smallest frozen tensors, which are added up in every step. All are, before
+anything is saved."""
 
 _EVERY_STEP = (
     "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -93,10 +95,11 @@ class Guard:
         """As it is now is how it should be: at the beginning, and after an update."""
         self._marks = {name: _mark(value) for name, value in self._all()}
         self.note_tables()
-        frozen = list(self._frozen())
-        self._is_small = sum(value.numel() for _, value in frozen) <= _FEW
         if not self._is_settled:  # they do not change
+            frozen = sorted(self._frozen(), key=lambda item: item[1].numel())
             self._frozen_sums = {name: _sum_of_bits(value) for name, value in frozen}
+            room = accumulate(value.numel() for _, value in frozen)
+            self._small = {name for (name, _), total in zip(frozen, room) if total <= _FEW}
             self._is_settled = True
         self._sums = (
             {name: _sum_of_bits(value) for name, value in self._trainable()}
@@ -125,8 +128,9 @@ class Guard:
             return
         now = {name: _mark(value) for name, value in self._all()}
         moved = [] if now == self._marks else _differing(now, self._marks)
-        if not moved and (self._is_small or everything):
-            moved = _changed(self._frozen(), self._frozen_sums)
+        if not moved:
+            frozen = ((n, v) for n, v in self._frozen() if everything or n in self._small)
+            moved = _changed(frozen, self._frozen_sums)
         if not moved and self._sums:
             moved = _changed(self._trainable(), self._sums)
         if not moved and self._steps.table_versions() != self._tables:

@@ -23,6 +23,9 @@ class Seen:
     value: Tensor
     """(n, ...), or (B, ...) where the examples of all ranks are seen."""
     is_of_all_ranks: bool = False
+    may_be_padded: bool = False
+    """Whether it may be longer in another batch without meaning anything: sequences often are
+    padded to the longest of their batch."""
 
 
 class Observation:
@@ -45,7 +48,7 @@ class Observation:
     def forward(self) -> list[Seen]:
         """What went into each dense call, in their order, and the losses."""
         inputs = [
-            Seen(f"the input of {use.what!r} with {name!r}", value)
+            Seen(f"the input of {use.what!r} with {name!r}", value, may_be_padded=True)
             for name, use in self._uses
             for value in use.batched()
         ]

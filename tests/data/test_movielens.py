@@ -29,6 +29,7 @@ from lightning_dpsparse.data import (
 )
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.private_data import Place, private_loader
 
 Line = tuple[int, int, str, int]
@@ -380,7 +381,15 @@ def test_a_plan_draws_whole_users() -> None:
     data = SyntheticMovieLens(num_users=50, batch_size=10, examples_per_user=4)
     data.setup("fit")
     plan = PrivacyPlan(noise_multiplier=1.0, unit=Users(max_examples=3, drawn="users"))
-    place = Place(0, 1, RunKey.fixed(0), lambda: 0, planned_steps=5, is_one_epoch=True)
+    place = Place(
+        0,
+        1,
+        RunKey.fixed(0),
+        lambda: 0,
+        planned_steps=5,
+        is_one_epoch=True,
+        deliveries=Deliveries(),
+    )
     loader, shape = private_loader(data.train_dataloader(), plan, place)
     assert shape.num_units == len(data.train_set) // 4
     assert shape.sampler is not None

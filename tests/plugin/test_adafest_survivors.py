@@ -41,11 +41,18 @@ def displacements(
     return {name: moved.pop(path) for name, path in paths(sequences).items()}, moved
 
 
+def check_whole_rows(is_moved_SRD: Tensor, name: str) -> None:
+    """Noise on a grid is nothing once in a million draws; half a row would be many."""
+    parts = is_moved_SRD.any(2) & ~is_moved_SRD.all(2)
+    assert int(parts.sum()) <= 2, f"{name}: a part of a row moved"
+    assert bool((is_moved_SRD.sum(2)[parts] >= is_moved_SRD.shape[2] - 1).all())
+
+
 def check_survivors(moved_SRD: Tensor, p: float, stddev: float, name: str) -> None:
     """Rows survive whole or not at all, each with probability p, and then have all their noise."""
     is_moved = moved_SRD.ne(0)
     survives = is_moved.any(2)
-    assert torch.equal(survives, is_moved.all(2)), f"{name}: a part of a row moved"
+    check_whole_rows(is_moved, name)
     n = survives.numel()  # coins; per row and per step too, with a tolerance for the worst of 170
     assert abs(survives.double().mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / n), name
     for dim in (0, 1):
@@ -128,7 +135,7 @@ def test_rows_survive_by_those_who_read_them(
     noise: dict[bool, list[Tensor]] = {False: [], True: []}
     for table, moved_SRD in tables.items():
         is_moved = moved_SRD.ne(0)
-        assert torch.equal(is_moved.any(2), is_moved.all(2)), f"{table}: a part of a row moved"
+        check_whole_rows(is_moved, table)
         for row, survives_S in enumerate(is_moved.any(2).unbind(1)):
             value = read.get((table, row), 0.0)
             coins.setdefault(round(value, 6), []).append(survives_S)

@@ -293,7 +293,7 @@ class Halved(SmallModule):
 
 
 def test_losses_must_match_the_examples(one_rank: Ranks) -> None:
-    refused(one_rank, "one loss for every example", Halved(), privacy=PLAN)
+    refused(one_rank, "one loss for each of the", Halved(), privacy=PLAN)
 
 
 class ReadTwice(SmallModule):

@@ -49,13 +49,15 @@ def first_in(seen: Sequence[Seen], others: Sequence[Seen], rows: Tensor, loosene
     for one, two in zip(seen, others):
         if not len(one.value) == len(rows) == len(two.value):
             continue
+        if one.may_be_padded and one.value.shape != two.value.shape:
+            continue
         if bool((disagreement(one, two, looseness) & rows.to(one.value.device)).any()):
             return one.where
     return ""
 
 
 def _flat(value: Tensor) -> Tensor:
-    flat = value.reshape(len(value), -1)
+    flat = value.reshape(len(value), -1) if value.numel() else value.new_zeros(len(value), 0)
     return flat if flat.is_floating_point() else flat.double()
 
 

@@ -25,7 +25,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from lightning_dpsparse.plugin.probe.sources import FromBatch, FromData, Source,
 from lightning_dpsparse.sharded.build import on_every_rank
 from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.examples import empty_examples
-from lightning_dpsparse.sharded.observation import Observation, Seen
+from lightning_dpsparse.sharded.observation import Observation
 from lightning_dpsparse.sharded.private import PrivateSteps
 
 # n examples that are looked at on this rank, W ranks
@@ -135,14 +135,13 @@ class Probe:
         base = self._batch_of(source, self._chosen)
         first = self._observe(base)
         yield self._is_repeatable(first, self._observe(base))
-        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
-        yield from self._codes(first, whole)
+        yield from self._codes(first)
         drawn, others = self._some(len(self._chosen))
         replaced = self._batch_of(source, [self._chosen[i] for i in others])
-        yield from self._compare(first, whole, replaced, drawn, "replaced by others")
+        yield from self._compare(base, replaced, drawn, "replaced by others")
         yield self._is_seen(first, self._observe(replaced), base, drawn, others)
         if all(self._sizes):
-            yield from self._emptied(first, whole, base, drawn)
+            yield from self._emptied(base, drawn)
         yield self._removed(source, base)
         yield self._memory(source, base)
         yield from self._at_full_size()
@@ -179,7 +178,7 @@ class Probe:
         when these are replaced."""
         if count < 2:
             return list(range(count)), list(range(count))
-        drawn = sorted(self._coins.sample(range(count), max(1, count // 4)))
+        drawn = [0, *sorted(self._coins.sample(range(1, count), max(0, count // 4 - 1)))]
         rest = [i for i in range(count) if i not in drawn]
         others = list(range(count))
         for i in drawn:
@@ -192,29 +191,39 @@ class Probe:
         with same_draws(self._seed):
             return source.batch(positions)
 
-    def _compare(
-        self, first: Observation, whole: list[Seen], batch: Any, drawn: list[int], how: str
+    def _compare(self, base: Any, other: Any, drawn: list[int], how: str) -> list[str]:
+        """Nobody but those drawn may change, in the forward pass or in the backward pass.
+
+        Where sequences are padded to the longest, another batch has other shapes, and so other
+        draws for dropout: what is found must be found again with draws that are all alike.
+        """
+        found = list(self._differences(base, other, drawn, how, constant=False))
+        if any(on_every_rank(bool(found))):
+            found = list(self._differences(base, other, drawn, how, constant=True))
+        return found
+
+    def _differences(
+        self, base: Any, batch: Any, drawn: list[int], how: str, *, constant: bool
     ) -> Iterator[str]:
-        """Nobody but those drawn may change, in the forward pass or in the backward pass."""
-        other = self._observe(batch)
-        after = other.backward(torch.ones_like(other.loss_n, dtype=torch.bool))
+        first, other = (self._observe(b, constant=constant) for b in (base, batch))
+        before, after = (
+            seen.backward(torch.ones_like(seen.loss_n, dtype=torch.bool)) for seen in (first, other)
+        )
         kept = _mask(len(first.loss_n), drawn, value=False)
-        where = first_in(first.forward(), other.forward(), kept, 1.0)
+        everybody = self._of_all_ranks(kept, first.padded_size)
+        looseness = _LOOSE if constant else 1.0
+        where = first_in(first.forward(), other.forward(), kept, looseness)
         if where:
             yield self._coupled_or_reordered(first, other, drawn, kept, where, how)
-        mine, everybody = kept, self._of_all_ranks(kept, first.padded_size)
-        for one, two in zip(whole, after):
-            rows = everybody if one.is_of_all_ranks else mine
-            if first_in([one], [two], rows, 1.0):
+        for one, two in zip(before, after):
+            if first_in([one], [two], everybody if one.is_of_all_ranks else kept, looseness):
                 yield findings.coupled(one.where, how)
 
-    def _emptied(
-        self, first: Observation, whole: list[Seen], base: Any, drawn: list[int]
-    ) -> list[str]:
+    def _emptied(self, base: Any, drawn: list[int]) -> list[str]:
         """Some models cannot do without a label, say: they refuse such examples, on every rank."""
-        emptied = empty_examples(base, len(self._chosen), drawn)
         try:
-            return list(self._compare(first, whole, emptied, drawn, "emptied"))
+            emptied = empty_examples(base, len(self._chosen), drawn)
+            return self._compare(base, emptied, drawn, "emptied")
         except Exception:
             return []
 
@@ -259,7 +268,7 @@ class Probe:
         other = self._observe(batch, constant=True)
         rows = torch.tensor(kept, dtype=torch.int64)
         cut = [
-            Seen(seen.where, seen.value[rows.to(seen.value.device)])
+            replace(seen, value=seen.value[rows.to(seen.value.device)])
             for seen in first.forward()
             if len(seen.value) == len(self._chosen)
         ]
@@ -269,8 +278,9 @@ class Probe:
             return findings.unrepeatable("draws of numpy or random, one for each example")
         return findings.counted(where) if where else ""
 
-    def _codes(self, first: Observation, whole: list[Seen]) -> Iterator[str]:
+    def _codes(self, first: Observation) -> Iterator[str]:
         """Every example against every other, by the digits of their numbers, and of their ranks."""
+        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
         count, rank = len(first.loss_n), self._trainer.global_rank
         number = torch.arange(count)
         digits = range(math.ceil(math.log2(max(2, *self._sizes))))
@@ -314,12 +324,9 @@ class Probe:
     def _at_full_size(self) -> Iterator[str]:
         """The batch as it is, and with a quarter of it replaced."""
         batch, size = self._delivery.batch, self._size
-        first = self._observe(batch)
-        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
         drawn, others = self._some(size)
         replaced = FromBatch(batch, size).batch(others) if size else batch
-        self._sizes = [int(s) for s in on_every_rank(size)]  # type: ignore[call-overload]
-        yield from self._compare(first, whole, replaced, drawn, "replaced by others")
+        yield from self._compare(batch, replaced, drawn, "replaced by others")
 
     def _of_all_ranks(self, mask_n: Tensor, padded: int, *, default: bool = True) -> Tensor:
         """The masks of all ranks one after the other, with padding."""
