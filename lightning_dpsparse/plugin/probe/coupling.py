@@ -14,7 +14,7 @@ measurements on the code itself do. On some examples of a real batch:
 Dense weights are shaken meanwhile, since zeros would hide much. Nothing is released, logged or
 kept; random generators and the module's plain attributes are put back.
 
-It costs some thirty small passes and four of the batch's size. It runs before the first release,
+It costs some forty small passes and four of the batch's size. It runs before the first release,
 after 10, 100, 1,000 and 10,000 steps, every 20,000 steps from then on, and whenever the operations
 behind the losses change.
 """
@@ -52,6 +52,7 @@ from lightning_dpsparse.sharded.private import PrivateSteps
 # n examples that are looked at on this rank, W ranks
 
 _FEW, _LEAST = 32, 8
+_ROUNDS = 3
 _LOOSE = 10.0
 """Where shapes differ, so does the order in which kernels add up."""
 
@@ -97,6 +98,7 @@ class Probe:
         self._seed = int.from_bytes(os.urandom(4), "big")
         self._size = size_of(delivery.batch, delivery.num_examples)
         self._coins = random.Random(self._seed)
+        self._takes_empty = False
         everyone = list(range(self._size)) if leaders is None else list(leaders)
         step = max(1, len(everyone) // _FEW)
         self._chosen = everyone[::step][:_FEW]
@@ -136,9 +138,10 @@ class Probe:
         first = self._observe(base)
         yield self._is_repeatable(first, self._observe(base))
         yield from self._codes(first)
-        drawn, others = self._some(len(self._chosen))
-        replaced = self._batch_of(source, [self._chosen[i] for i in others])
-        yield from self._compare(base, replaced, drawn, "replaced by others")
+        for _ in range(_ROUNDS):
+            drawn, others = self._some(len(self._chosen))
+            replaced = self._batch_of(source, [self._chosen[i] for i in others])
+            yield from self._compare(base, replaced, drawn, "replaced by others")
         yield self._is_seen(first, self._observe(replaced), base, drawn, others)
         if all(self._sizes):
             yield from self._emptied(base, drawn)
@@ -223,9 +226,11 @@ class Probe:
         """Some models cannot do without a label, say: they refuse such examples, on every rank."""
         try:
             emptied = empty_examples(base, len(self._chosen), drawn)
-            return self._compare(base, emptied, drawn, "emptied")
+            found = self._compare(base, emptied, drawn, "emptied")
         except Exception:
             return []
+        self._takes_empty = True
+        return found
 
     def _coupled_or_reordered(
         self,
@@ -301,17 +306,23 @@ class Probe:
 
     def _memory(self, source: Source, base: Any) -> str:
         """What one batch leaves behind must not change the next one, whoever was in it."""
-        outcomes = []
         count = len(self._chosen)
-        for one in (self._chosen[: count // 2], self._chosen[count // 2 :]):
-            self._observe(self._batch_of(source, (one * count)[:count]))
+        half, all_alike = count // 2, [[position] for position in self._chosen[:4]]
+        who = [self._chosen[:half], self._chosen[half:], *all_alike, *[[]] * (4 - len(all_alike))]
+        batches = [self._batch_of(source, (some * count)[:count]) for some in who]
+        if self._takes_empty:
+            batches.append(empty_examples(base, count, list(range(count))))
+        outcomes = []
+        for batch in batches:
+            self._observe(batch)
             rates = self._rates()
-            after = self._observe(base, fresh=False)
-            outcomes.append((after.forward(), rates))
-        everyone = torch.ones(len(self._chosen), dtype=torch.bool)
-        (one_seen, one_rates), (two_seen, two_rates) = outcomes
-        changed = first_in(one_seen, two_seen, everyone, 1.0) or one_rates != two_rates
-        return findings.remembered() if changed else ""
+            outcomes.append((self._observe(base, fresh=False).forward(), rates))
+        everyone = torch.ones(count, dtype=torch.bool)
+        seen, rates = outcomes[0]
+        for other_seen, other_rates in outcomes[1:]:
+            if first_in(seen, other_seen, everyone, 1.0) or rates != other_rates:
+                return findings.remembered()
+        return ""
 
     def _rates(self) -> list[dict[str, Any]]:
         """The optimizers' settings."""
