@@ -47,6 +47,7 @@ def private_facts() -> Facts:
             "noise_stddev": 0.609375, "noise_source": "secure", "sampling": "poisson",
             "num_units": 45_840_617, "sampling_rate": 0.00142968, "expected_batch": 65537.0,
             "max_batch": None, "steps": 7000, "steps_lost": 17, "steps_planned": 7200, "ranks": 8,
+            "rounding_price": 0.00289,
         },
         "ledger": [
             {"event": "Poisson(0.00142968, Gaussian(0.8125))", "steps": 7000, "partition": None},
@@ -56,6 +57,11 @@ def private_facts() -> Facts:
         "epsilon_for_delta": [[1e-6, 1.75], [1e-7, 1.95], [1e-10, 2.625], [0.0, None]],
         "cross_check": {"accountant": "PLD", "epsilon": 2.13456789, "rdp_epsilon": 2.40625},
         "taints": [],
+        "assumptions": ["That no example's loss depends on other examples: read by two people."],
+        "history": [
+            {"data": "d41d8cd98f00b204", "steps": 300, "run": None, "ledger": None},
+            {"data": "0cc175b9c0f1b6a8", "steps": 7000, "run": "3f2a9c0d", "ledger": "92eb5ffe"},
+        ],
         "not_covered": ["Learning rate chosen by hand.", "Validation metrics."],
         "audits": [{"name": "canaries", "claimed_epsilon": 2.13456789, "measured_epsilon": 0.3125,
                     "confidence": 0.95, "passed": True}],
@@ -78,6 +84,7 @@ def broken_facts() -> Facts:
     facts["cross_check"] |= {"epsilon": None, "rdp_epsilon": None}
     facts["ran"] |= {"mechanism_settings": {}, "sampling_rate": None}
     facts.update(target=None, ledger=[], epsilon_over_time=[], epsilon_for_delta=[], not_covered=[])
+    facts.update(assumptions=[], history=[])
     facts["audits"][0] |= {"claimed_epsilon": None, "measured_epsilon": 41.5, "passed": False}
     return facts
 

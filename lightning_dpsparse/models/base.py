@@ -28,6 +28,8 @@ class RecommenderModule(LightningModule):
         make_metrics: Makes the metrics from the prefix of their names.
         optimizer: Trains the dense layers. The strategy's fused optimizer trains the tables.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class RecommenderModule(LightningModule):
         make_metrics: Callable[[str], MetricCollection],
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
+        log_train_loss: bool | None = None,
     ) -> None:
         super().__init__()
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.log_train_loss = log_train_loss
         self.val_metrics, self.test_metrics = make_metrics("val_"), make_metrics("test_")
 
     @abstractmethod
@@ -55,8 +59,14 @@ class RecommenderModule(LightningModule):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss_B = self._training_losses(batch)
-        self.log("train_loss", loss_B.detach().mean(), prog_bar=True, batch_size=len(loss_B))
+        if self._logs_train_loss():
+            self.log("train_loss", loss_B.detach().mean(), prog_bar=True, batch_size=len(loss_B))
         return loss_B
+
+    def _logs_train_loss(self) -> bool:
+        if self.log_train_loss is not None:
+            return self.log_train_loss
+        return getattr(self.trainer.strategy, "privacy", None) is None
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -24,14 +24,17 @@ class ClickModule(RecommenderModule):
     Args:
         optimizer: Trains the dense layers. The strategy's fused optimizer trains the tables.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
         self,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
-        super().__init__(click_metrics, optimizer, lr_scheduler)
+        super().__init__(click_metrics, optimizer, lr_scheduler, log_train_loss)
 
     @override
     def example_losses(self, batch: Batch) -> Tensor:

@@ -27,6 +27,8 @@ class DLRMModule(ClickModule):
         num_counts: How many integer features there are.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class DLRMModule(ClickModule):
         num_counts: int = 13,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, log_train_loss)
         if dense_arch[-1] != embedding_dim or over_arch[-1] != 1:
             raise ValueError(
                 f"Expected dense_arch to end in embedding_dim={embedding_dim} and over_arch in 1, "
@@ -83,6 +86,8 @@ class DLRMDCNModule(DLRMModule):
         cross_rank: Rank of each cross layer.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -96,9 +101,17 @@ class DLRMDCNModule(DLRMModule):
         cross_rank: int = 512,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
         super().__init__(
-            num_rows, embedding_dim, dense_arch, over_arch, num_counts, optimizer, lr_scheduler
+            num_rows,
+            embedding_dim,
+            dense_arch,
+            over_arch,
+            num_counts,
+            optimizer,
+            lr_scheduler,
+            log_train_loss,
         )
         self.cross_layers, self.cross_rank = cross_layers, cross_rank
 

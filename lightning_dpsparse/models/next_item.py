@@ -43,6 +43,8 @@ class NextItemModule(RecommenderModule):
         normalize: Score by the angle: what is predicted and items are scaled to length one.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     log_q_R: Tensor | None
@@ -58,6 +60,7 @@ class NextItemModule(RecommenderModule):
         normalize: bool,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
+        log_train_loss: bool | None = None,
     ) -> None:
         if num_items < 2 or num_negatives < 1 or temperature <= 0:
             raise ValueError(
@@ -66,7 +69,10 @@ class NextItemModule(RecommenderModule):
             )
         answer_size = min(max(CUTOFFS), num_items)
         super().__init__(
-            partial(retrieval_metrics, answer_size=answer_size), optimizer, lr_scheduler
+            partial(retrieval_metrics, answer_size=answer_size),
+            optimizer,
+            lr_scheduler,
+            log_train_loss,
         )
         self._answer_size = answer_size
         self.num_items, self.embedding_dim = num_items, embedding_dim

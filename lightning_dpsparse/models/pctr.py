@@ -41,6 +41,8 @@ class PCTRModule(ClickModule):
         num_counts: How many integer features there are.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class PCTRModule(ClickModule):
         num_counts: int = 13,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, log_train_loss)
         self.num_rows, self.hidden, self.num_counts = num_rows, hidden, num_counts
         self.widths = [embedding_width(rows) for rows in num_rows]
         self.tables: EmbeddingBagCollection | None = None

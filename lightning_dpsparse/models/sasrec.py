@@ -69,6 +69,8 @@ class SASRecModule(NextItemModule):
         normalize: Score by the angle between output and item: both are scaled to length one.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the table's learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class SASRecModule(NextItemModule):
         normalize: bool = False,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
         if max_length < 1 or num_blocks < 0 or not 0 <= dropout < 1:
             raise ValueError(
@@ -104,6 +107,7 @@ class SASRecModule(NextItemModule):
             normalize=normalize,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
+            log_train_loss=log_train_loss,
         )
         self.max_length, self.num_blocks = max_length, num_blocks
         self.num_heads, self.dropout = num_heads, dropout

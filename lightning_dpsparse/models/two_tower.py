@@ -42,6 +42,8 @@ class TwoTowerModule(NextItemModule):
         normalize: Score by the angle between the towers' outputs: both are scaled to length one.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
+        log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
+            without privacy alone.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TwoTowerModule(NextItemModule):
         normalize: bool = False,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
+        log_train_loss: bool | None = None,
     ) -> None:
         if context_layers and context_layers[-1] != embedding_dim:
             raise ValueError(
@@ -70,6 +73,7 @@ class TwoTowerModule(NextItemModule):
             normalize=normalize,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
+            log_train_loss=log_train_loss,
         )
         self.context_layers = context_layers
         self.tables: EmbeddingBagCollection | None = None

@@ -34,6 +34,8 @@ class ShardedCheckpoints(DDPStrategy):
     _history: History = ()
     """Of the weights that plain training began with."""
     _first_step = 0
+    _weights: frozenset[str] = frozenset()
+    """Names of what the module's state dict held when it was last asked."""
 
     @property
     def module(self) -> LightningModule:
@@ -83,7 +85,9 @@ class ShardedCheckpoints(DDPStrategy):
         if self._run is not None and self._run.has_started:
             self._run.perimeter.before_save()
         self._pay_all()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        self._weights = frozenset(state)
+        return state
 
     def _pay_all(self) -> None:
         if self._run is not None and self._run.steps is not None:
@@ -109,10 +113,11 @@ class ShardedCheckpoints(DDPStrategy):
         self.barrier()
         meta = dict(checkpoint)
         if self._run is not None and self._run.has_started:
+            self._run.evidence.note_saved(checkpoint, self._weights)
             meta[CHECKPOINT_KEY] = self._run.checkpoint()
         elif self._carried is not None:
             meta[CHECKPOINT_KEY] = self._carried
-        meta[lineage.KEY] = lineage.to_data(self._current_history())
+        meta[sharded_checkpoint.HISTORY_KEY] = lineage.to_data(self._current_history())
         sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
         if self.is_global_zero and self._run is not None and self._run.has_started:
             write_report(self._run.facts(), path)

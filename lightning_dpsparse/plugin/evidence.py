@@ -3,7 +3,7 @@ from. Goes into every checkpoint, stays with the module in memory, and makes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +15,14 @@ from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.plugin import lineage
 from lightning_dpsparse.plugin.lineage import History
 from lightning_dpsparse.plugin.logs import Logs
+
+_LIGHTNINGS_KEYS = {
+    "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks",
+    "optimizer_states", "lr_schedulers", "MixedPrecision",
+    "hparams_name", "hparams_type", "hyper_parameters",
+    "datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters",
+    "current_model_state", "averaging_state",
+}  # fmt: skip
 
 
 class Evidence:
@@ -61,6 +69,7 @@ class Evidence:
         for history, name in self._public:
             lineage.check_public(history, data, name)
         self._history = lineage.history_of(module)
+        lineage.check_charged(self._history, data, ledger.run)
         steps = lineage.unprotected_steps(self._history, data)
         if steps:
             fault = lineage.unprotected_taint(steps)
@@ -69,6 +78,22 @@ class Evidence:
             rank_zero_warn(fault)
         for what in lineage.not_covered(self._history, data, ledger.run):
             self.trust(what)
+
+    def note_saved(self, checkpoint: Mapping[str, Any], weights: Collection[str]) -> None:
+        """What user code adds to a checkpoint is released with it, and nobody knows what it is."""
+        found = [key for key in checkpoint if key not in _LIGHTNINGS_KEYS]
+        for key in checkpoint["state_dict"]:
+            if key not in weights or key.endswith("_extra_state"):
+                found.append(key)
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            is_known = type(callback).__module__.startswith(("lightning.", "lightning_dpsparse."))
+            if not is_known and checkpoint.get("callbacks", {}).get(callback.state_key):
+                found.append(type(callback).__name__)
+        if found:
+            self.taint(
+                f"Saved in checkpoints by code other than this package's: {', '.join(found)}."
+            )
 
     # ---- what is kept ---------------------------------------------------------------------------
 

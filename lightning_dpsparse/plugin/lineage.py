@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -19,9 +20,9 @@ from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.datasets import digest
+from lightning_dpsparse.sharded.checkpoint import HISTORY_KEY
 from lightning_dpsparse.sharded.shards import register_state_hook
 
-KEY = "lightning_dpsparse_history"
 _ATTRIBUTE = "_lightning_dpsparse_history"
 
 
@@ -53,8 +54,43 @@ def history_of(module: nn.Module) -> History:
 def keep_history(module: nn.Module, history: History) -> None:
     """On the module itself, and in every state dict that it gives out."""
     if not hasattr(module, _ATTRIBUTE):
-        register_state_hook(module, KEY, lambda: to_data(history_of(module)))
+        register_state_hook(module, HISTORY_KEY, _as_data)
     object.__setattr__(module, _ATTRIBUTE, history)
+
+
+def _as_data(module: nn.Module) -> list[dict[str, Any]]:
+    return to_data(history_of(module))
+
+
+def follow_state_dicts() -> None:
+    """From now on a LightningModule that loads a state dict takes over its history.
+
+    Lightning's load_from_checkpoint passes here too. It is the one way to see such weights: tensors
+    forget where they were copied from.
+    """
+    plain = nn.Module.load_state_dict
+
+    @wraps(plain)
+    def load_state_dict(
+        self: LightningModule, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        done = plain(self, state_dict, *args, **kwargs)
+        loaded = history_in(state_dict)
+        if loaded:
+            keep_history(self, _joined(history_of(self), loaded))
+        return done
+
+    LightningModule.load_state_dict = load_state_dict  # type: ignore[assignment, method-assign]
+
+
+def _joined(history: History, other: History) -> History:
+    """Of weights that may hold both. Steps that both tell of are counted once."""
+    found = {(span.data, span.run): span for span in history}
+    for span in other:
+        known = found.get((span.data, span.run))
+        if known is None or known.steps < span.steps:
+            found[span.data, span.run] = span
+    return tuple(found.values())
 
 
 def to_data(history: History) -> list[dict[str, Any]]:
@@ -64,7 +100,8 @@ def to_data(history: History) -> list[dict[str, Any]]:
 def history_in(file: Mapping[str, Any]) -> History:
     """Of a checkpoint or a state dict."""
     state = file.get("state_dict", file)
-    found = file.get(KEY) or (getattr(state, "_metadata", None) or {}).get(KEY) or []
+    metadata = getattr(state, "_metadata", None) or {}
+    found = file.get(HISTORY_KEY) or metadata.get(HISTORY_KEY) or []
     return tuple(Span(**span) for span in found)
 
 
@@ -121,6 +158,18 @@ def unprotected_taint(steps: int) -> str:
     )
 
 
+def check_charged(history: History, data: str | None, run: str) -> None:
+    """Refuse weights that another private run trained on this data, which nobody would add up."""
+    for span in history:
+        is_this = span.data is None or data is None or span.data == data
+        if span.is_private and span.run != run and is_this:
+            raise ValueError(
+                f"Expected weights that only this run has trained on this data set, found some "
+                f"that private run {span.run} trained on it for {span.steps:,} steps: they would "
+                "not be charged. Go on from that run's checkpoint, with ckpt_path, or start anew."
+            )
+
+
 def check_public(history: History, data: str | None, name: str) -> None:
     """Refuse weights that the same private data went into as public ones."""
     touched = [span for span in history if span.data is None or data is None or span.data == data]
@@ -142,3 +191,6 @@ def earlier_trainer(module: LightningModule) -> History:
         return ()
     loader = trainer.train_dataloader
     return (Span(digest(getattr(loader, "dataset", None)), int(trainer.global_step)),)
+
+
+follow_state_dicts()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import Logger
 
 _RELAYS = "logger_connector"  # of Lightning: passes on what its results hold, which is noted there
@@ -61,6 +61,12 @@ class Logs:
             if isinstance(callback, EarlyStopping):
                 whose = self._whose(callback.monitor)
                 found.append(f"Training may have been stopped early by a metric of {whose} data.")
+        timed = any(isinstance(callback, (EarlyStopping, Timer)) for callback in callbacks)
+        if self._trainer.should_stop and not timed:
+            found.append(
+                "Training was stopped before its planned end. If training data decided when, that "
+                "is not accounted for."
+            )
         for saver in self._trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint) and saver.monitor:
                 whose = self._whose(saver.monitor)

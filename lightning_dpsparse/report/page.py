@@ -20,6 +20,7 @@ _LABELS = {
     "max_batch": "Largest batch allowed",
     "steps": "Steps taken",
     "ranks": "Ranks (processes)",
+    "rounding_price": "Part of C kept back for rounding",
 }
 
 # What to report (Ponomareva et al. 2023, section 5.3), and the sections that answer it.
@@ -28,14 +29,17 @@ _CHECKLIST = [
     (
         "Data accesses covered: this training run alone, or also hyper-parameter tuning, "
         "vocabularies and statistics",
-        ["ledger", "taints", "not-covered"],
+        ["ledger", "history", "taints", "not-covered"],
     ),
     ("Final output: what may be released under the guarantee", ["guarantee", "not-covered"]),
     ("Unit of privacy", ["guarantee"]),
     ("Adjacency: which data sets count as neighbours", ["guarantee"]),
     ("Mechanism: clipping, noise, and where its randomness comes from", ["ran"]),
     ("Kind of accounting, and what was accounted for", ["ledger", "cross-check"]),
-    ("Assumptions of the accounting, sampling above all, and whether they hold", ["ran", "taints"]),
+    (
+        "Assumptions of the accounting, sampling above all, and whether they hold",
+        ["ran", "assumed", "taints"],
+    ),
     (
         "Formal statement: final epsilon and delta, and how they were computed",
         ["guarantee", "over-time", "other-deltas", "cross-check"],
@@ -53,6 +57,8 @@ def page(facts: Facts) -> str:
         ("other-deltas", "Epsilon for other deltas", _other_deltas(facts)),
         ("cross-check", "Cross check", _cross_check(facts)),
         ("taints", "Taints", _list(facts, ["taints"], "None declared or found.")),
+        ("assumed", "Assumed", _assumed(facts)),
+        ("history", "History of the weights", _history(facts)),
         ("not-covered", "Not covered", _list(facts, ["not_covered"], "Nothing was listed.")),
         ("audits", "Audits", _audits(facts)),
         ("versions", "Versions", _versions(facts)),
@@ -224,6 +230,29 @@ def _cross_check(facts: Facts) -> str:
     ]
     note = "<p>Each is an upper bound for the same ledger; the Rényi bound is usually looser.</p>"
     return note + _table(["Accountant", _epsilon_head(facts)], rows, numbers={1}, kind="narrow")
+
+
+def _assumed(facts: Facts) -> str:
+    """Older reports lack these."""
+    note = "<p>Taken on the user's word. What the run measured itself is not listed.</p>"
+    if not facts.get("assumptions"):
+        return "<p>Nothing was taken on the user's word.</p>"
+    return note + _list(facts, ["assumptions"], "")
+
+
+_SPAN = {"data": "Data set", "steps": "Steps", "run": "Private run", "ledger": "Its ledger"}
+
+
+def _history(facts: Facts) -> str:
+    found = facts.get("history") or []
+    if not found:
+        return "<p>No training was recorded.</p>"
+    rows = [[leaf(facts, "history", i, key) for key in _SPAN] for i in range(len(found))]
+    note = (
+        "<p>What the weights were trained on, in order: data sets and ledgers by digest. Steps "
+        "without a private run were not protected.</p>"
+    )
+    return note + _table(list(_SPAN.values()), rows, numbers={1})
 
 
 def _audits(facts: Facts) -> str:

@@ -6,6 +6,7 @@ of N ranks loads on M. Under "fused_optimizer" lies the tables' optimizer state.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_dpsparse.sharded.fused import (
 from lightning_dpsparse.sharded.shards import load_whole_tables
 
 META_FILE = "meta.pt"  # Lightning's name for it: its consolidation tool looks for this file
+HISTORY_KEY = "lightning_dpsparse_history"  # which data the weights were trained on
 _KERNEL_STEPS = "dpsparse_kernel_steps"
 
 
@@ -87,7 +89,9 @@ def consolidate(path: Path) -> dict[str, Any]:
     checkpoint: dict[str, Any] = torch.load(
         path / META_FILE, map_location="cpu", weights_only=False
     )
-    checkpoint["state_dict"] = state["model"]
+    weights: Any = OrderedDict(state["model"])
+    weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}  # for who takes these alone
+    checkpoint["state_dict"] = weights
     checkpoint["fused_optimizer"] = state.get("fused_optimizer", {})
     return checkpoint
 
