@@ -49,7 +49,7 @@ class Watching(SmallModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         step = len(self.drawn)
         self.drawn.append(batch.dense_features[:, 0].long().tolist())
-        run = self.trainer.strategy.private_run  # type: ignore[attr-defined]
+        run = getattr(self.trainer.strategy, "private_run", None)
         self.unit_sizes.append(run.steps._unit_sizes if run else None)
         if step == self.fail_at:
             raise RuntimeError("this step fails")

@@ -40,7 +40,7 @@ def price(noise_stddev: float, sensitivity: float, expected_batch: float, number
     `noise_stddev` and `sensitivity` are those of the sum that is released, in the same units.
 
     >>> round(price(0.001, 0.001, expected_batch=2048, numbers=461_000), 5)
-    0.00289
+    0.00255
     """
     by_grid = grid_of(noise_stddev) / sensitivity
     return fixed_price(noise_stddev, expected_batch) + by_grid * math.sqrt(numbers)

@@ -67,26 +67,48 @@ def shares_examples(one: object, other: object) -> bool:
     return bool(np.isin(theirs[0] * size + theirs[1], mine[0] * size + mine[1]).any())
 
 
+_MOST_PARTS = 16
+
+
 def digest(dataset: object) -> str | None:
     """A name for a data set, by what it is and its size, or by its own `privacy_id`.
 
     No example has a say in it: it goes into checkpoints. Two data sets of one kind and size are
-    taken to be the same, unless each has a `privacy_id` that says otherwise.
+    taken to be the same, unless each has a `privacy_id` that says otherwise. A subset is named
+    after the whole, and a concatenation after its parts.
     """
     if dataset is None:
         return None
+    names = sorted(set(_names(dataset)))
+    if len(names) > _MOST_PARTS:
+        names = [_short("+".join(names))]
+    return "+".join(names)
+
+
+def may_share(one: str | None, other: str | None) -> bool:
+    """Whether data sets of these names may have examples in common. None is an unknown one.
+
+    >>> may_share("ab+cd", "cd"), may_share("ab", "cd"), may_share("ab", None)
+    (True, False, True)
+    """
+    return one is None or other is None or not set(one.split("+")).isdisjoint(other.split("+"))
+
+
+def _names(dataset: Any) -> list[str]:
     name = getattr(dataset, "privacy_id", None)
+    if name is None and isinstance(dataset, Subset):
+        return _names(dataset.dataset)
+    if name is None and isinstance(dataset, ConcatDataset):
+        return [name for part in dataset.datasets for name in _names(part)]
     if name is None:
-        inner = _inner(dataset)
+        kind = type(dataset)
         try:
-            size = len(cast(Sized, dataset))
+            size = len(dataset)
         except TypeError:
             size = -1
-        name = f"{type(inner).__module__}.{type(inner).__qualname__}, {size} examples"
-    return hashlib.sha256(str(name).encode()).hexdigest()[:16]
+        name = f"{kind.__module__}.{kind.__qualname__}, {size} examples"
+    return [_short(str(name))]
 
 
-def _inner(dataset: Any) -> Any:
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
+def _short(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]

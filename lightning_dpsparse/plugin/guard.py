@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dpsparse.plugin.optimizer_watch import Mark, OptimizerWatch, mark_of
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.shards import dense_buffers
 
@@ -39,8 +40,6 @@ _EVERY_STEP = (
 )  # fmt: skip
 """Hooks in which user code may run between two steps."""
 
-Mark = tuple[int, int, int]
-
 
 class Guard:
     """Watches a module and its optimizers through a private run.
@@ -48,6 +47,7 @@ class Guard:
     Args:
         is_trusted: The plan says that whatever else writes is post-processing: nothing is compared
             but gradients and optimizers.
+        taint: Called with what the report should say.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Guard:
         module: LightningModule,
         trainer: Trainer,
         steps: PrivateSteps,
+        taint: Callable[[str], None],
         *,
         is_trusted: bool,
     ) -> None:
@@ -64,6 +65,7 @@ class Guard:
         self._buffers = {name: (owner, key) for name, owner, key in dense_buffers(module)}
         self._names = {id(p): name for name, p in steps.parameters.all.items()}
         self._optimized: list[list[int]] = []
+        self._watch = OptimizerWatch(trainer, taint)
         self._is_settled = False
         self._undo = [
             self._allow(callback)
@@ -93,7 +95,8 @@ class Guard:
 
     def note(self) -> None:
         """As it is now is how it should be: at the beginning, and after an update."""
-        self._marks = {name: _mark(value) for name, value in self._all()}
+        self._marks = {name: mark_of(value) for name, value in self._all()}
+        self._watch.note()
         self.note_tables()
         if not self._is_settled:  # they do not change
             frozen = sorted(self._frozen(), key=lambda item: item[1].numel())
@@ -126,7 +129,7 @@ class Guard:
         """Refuse to go on if anything moved since `note`. Before it is saved: `everything`."""
         if self._is_trusted:
             return
-        now = {name: _mark(value) for name, value in self._all()}
+        now = {name: mark_of(value) for name, value in self._all()}
         moved = [] if now == self._marks else _differing(now, self._marks)
         if not moved:
             frozen = ((n, v) for n, v in self._frozen() if everything or n in self._small)
@@ -135,6 +138,8 @@ class Guard:
             moved = _changed(self._trainable(), self._sums)
         if not moved and self._steps.table_versions() != self._tables:
             moved = ["the tables"]
+        if self._watch.moved() and not moved:
+            moved = ["the optimizer's state"]
         if moved:
             raise ValueError(_message(moved, when))
 
@@ -142,11 +147,13 @@ class Guard:
         """Right before an update: what the optimizers are about to use was released just now."""
         self.check("in a hook after the backward pass")
         released = self._steps.released
-        ids = [[id(p) for g in o.param_groups for p in g["params"]] for o in self._optimizers()]
+        ids = [
+            [id(p) for g in o.param_groups for p in g["params"]] for o in self._watch.optimizers()
+        ]
         if ids != self._optimized:
-            self._check_members(self._optimizers())
+            self._check_members(self._watch.optimizers())
             self._optimized = ids
-        for optimizer in self._optimizers():
+        for optimizer in self._watch.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
@@ -157,9 +164,6 @@ class Guard:
                         raise ValueError(_gradient_message(self._names[id(parameter)], "another"))
                     if version[1] != gradient._version and not self._is_trusted:
                         raise ValueError(_gradient_message(self._names[id(parameter)], "changed"))
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [getattr(o, "optimizer", o) for o in self._trainer.optimizers]
 
     def _check_members(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -174,7 +178,7 @@ class Guard:
 
     def check_members(self) -> None:
         """Before training: nobody else's parameters are in the optimizers."""
-        self._check_members(self._optimizers())
+        self._check_members(self._watch.optimizers())
 
     def before_evaluation(self) -> None:
         """User code is about to run on the module, once in a while: all values are noted."""
@@ -220,10 +224,6 @@ class Guard:
 
 def _differing(now: dict[str, Mark], then: dict[str, Mark]) -> list[str]:
     return sorted(name for name in now | then if now.get(name) != then.get(name))
-
-
-def _mark(value: Tensor) -> Mark:
-    return id(value), value._version, value.data_ptr()
 
 
 def _sum_of_bits(value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.plugin.datasets import digest
+from lightning_dpsparse.plugin.datasets import digest, may_share
 from lightning_dpsparse.sharded.checkpoint import HISTORY_KEY
 from lightning_dpsparse.sharded.shards import register_state_hook
 
@@ -126,17 +126,13 @@ def digest_of(ledger: Ledger) -> str:
 
 def unprotected_steps(history: History, data: str | None) -> int:
     """Steps on this data set, or on one that may be this, that nobody charged."""
-    return sum(
-        span.steps
-        for span in history
-        if not span.is_private and (span.data is None or data is None or span.data == data)
-    )
+    return sum(span.steps for span in history if not span.is_private and may_share(span.data, data))
 
 
 def not_covered(history: History, data: str | None, run: str) -> list[str]:
     """What else went into the weights, for the report."""
     found = []
-    elsewhere = sum(s.steps for s in history if not s.is_private and s.data not in (None, data))
+    elsewhere = sum(s.steps for s in history if not s.is_private and not may_share(s.data, data))
     if elsewhere:
         found.append(
             f"Another data set, on which the weights were trained without privacy for {elsewhere:,}"
@@ -161,8 +157,7 @@ def unprotected_taint(steps: int) -> str:
 def check_charged(history: History, data: str | None, run: str) -> None:
     """Refuse weights that another private run trained on this data, which nobody would add up."""
     for span in history:
-        is_this = span.data is None or data is None or span.data == data
-        if span.is_private and span.run != run and is_this:
+        if span.is_private and span.run != run and may_share(span.data, data):
             raise ValueError(
                 f"Expected weights that only this run has trained on this data set, found some "
                 f"that private run {span.run} trained on it for {span.steps:,} steps: they would "
@@ -172,7 +167,7 @@ def check_charged(history: History, data: str | None, run: str) -> None:
 
 def check_public(history: History, data: str | None, name: str) -> None:
     """Refuse weights that the same private data went into as public ones."""
-    touched = [span for span in history if span.data is None or data is None or span.data == data]
+    touched = [span for span in history if may_share(span.data, data)]
     if touched:
         how = "privately" if all(span.is_private for span in touched) else "without privacy"
         raise ValueError(

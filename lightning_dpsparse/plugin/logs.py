@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import Logger
 
 _RELAYS = "logger_connector"  # of Lightning: passes on what its results hold, which is noted there
@@ -26,19 +26,24 @@ class Logs:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._in_training: dict[str, None] = {}
+        self._known: set[str] = set()
         self._sent: dict[str, None] = {}
         self._is_ours = False
         self._undo: list[Callable[[], None]] = []
-        self._watch_results(trainer.fit_loop.epoch_loop._results)
         self._watches_validation = False
+        self._watch_results(trainer.fit_loop.epoch_loop._results, self._is_training)
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        self._watch_results(val_loop._results, lambda: self._watches_validation)
         for logger in trainer.loggers:
             self._watch_logger(logger)
 
+    @staticmethod
+    def _is_training() -> bool:
+        return True
+
     def watch_validation(self) -> None:
         """Validation reads training data: what it logs is no better."""
-        if not self._watches_validation:
-            self._watch_results(self._trainer.fit_loop.epoch_loop.val_loop._results)
-            self._watches_validation = True
+        self._watches_validation = True
 
     @contextmanager
     def ours(self) -> Iterator[None]:
@@ -51,8 +56,7 @@ class Logs:
 
     def is_from_training(self, name: str) -> bool:
         """Whether a metric, under Lightning's name for it, was logged by training."""
-        base = name.removesuffix("_step").removesuffix("_epoch")
-        return name in self._in_training or base in self._in_training
+        return not {name, _base(name)}.isdisjoint(self._in_training)
 
     def taints(self) -> list[str]:
         found = []
@@ -75,6 +79,7 @@ class Logs:
             if config.reduce_on_plateau and config.monitor:
                 whose = self._whose(config.monitor)
                 found.append(f"The learning rate followed a metric of {whose} data.")
+        self._note_written()
         if self._in_training:
             found.append(f"Logged without noise: {', '.join(sorted(self._in_training))}.")
         if self._sent:
@@ -93,16 +98,29 @@ class Logs:
 
     # ---- where values pass ----------------------------------------------------------------------
 
-    def _watch_results(self, results: Any) -> None:
+    def _watch_results(self, results: Any, is_private: Callable[[], bool]) -> None:
         log = results.log
 
         def noted(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
-            if not self._is_ours:
+            self._known.add(name)
+            if is_private() and not self._is_ours:
                 self._in_training[name] = None
             log(fx, name, *args, **kwargs)
 
         results.log = noted
         self._undo.append(lambda: delattr(results, "log"))
+
+    def _note_written(self) -> None:
+        """Metrics that reached Lightning's without passing through `log`."""
+        rates: set[str] = set()
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateMonitor):
+                rates |= {*callback.lrs, *callback.last_momentum_values}
+                rates |= {*callback.last_weight_decay_values}
+        for shown in (self._trainer.callback_metrics, self._trainer.progress_bar_metrics):
+            for name in shown:
+                if {name, _base(name)}.isdisjoint(self._known | rates):
+                    self._in_training[name] = None
 
     def _watch_logger(self, logger: Logger) -> None:
         kind, watch = type(logger), self
@@ -139,6 +157,11 @@ class Logs:
             return
         metrics = kwargs.get("metrics", args[0] if args else {})
         self._sent |= dict.fromkeys(str(name) for name in metrics)
+
+
+def _base(name: str) -> str:
+    """Of a metric that Lightning gave a longer name."""
+    return name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
 
 
 def _frames() -> Iterator[str]:

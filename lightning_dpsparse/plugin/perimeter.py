@@ -33,9 +33,11 @@ class Perimeter:
         deliveries: Deliveries,
         reader: Reader | None,
         logs: Logs,
+        taint: Callable[[str], None],
     ) -> None:
         self._plan, self._module, self._trainer = plan, module, trainer
         self._deliveries, self._reader, self._logs = deliveries, reader, logs
+        self._taint = taint
         self._guard: Guard | None = None
         self._steps: PrivateSteps | None = None
         self._leaders: Sequence[int] | None = None
@@ -52,7 +54,7 @@ class Perimeter:
         """Before the first step."""
         self._steps = steps
         is_trusted = self._plan.assume_post_processing is not None
-        self._guard = Guard(self._module, self._trainer, steps, is_trusted=is_trusted)
+        self._guard = Guard(self._module, self._trainer, steps, self._taint, is_trusted=is_trusted)
         self._guard.check_members()
 
     @property

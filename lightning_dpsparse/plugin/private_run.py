@@ -168,7 +168,13 @@ class PrivateRun:
             self._select(self._budget.step)
         self._module = module
         perimeter = Perimeter(
-            self.plan, module, self._trainer, self.deliveries, shape.reader, self._logs
+            self.plan,
+            module,
+            self._trainer,
+            self.deliveries,
+            shape.reader,
+            self._logs,
+            self.evidence.taint,
         )
         self.steps = PrivateSteps(
             module,

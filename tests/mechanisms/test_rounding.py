@@ -92,13 +92,14 @@ def test_what_a_subspace_hides_is_not_blown_up_by_clipping(mechanism: str, posit
 def test_sparse_dpsgd_sees_a_gradient_whose_factors_squares_are_out_of_range(
     a: float, g: float
 ) -> None:
-    """A norm may be infinite, and then its example counts nothing. It may not be too small."""
+    """A norm may be too large, or infinite: then its example counts less, or nothing. It may not
+    be too small."""
     form = Masked(torch.ones(6, 4))
     pair = Positions(torch.full((1, 1, 4), a), torch.full((1, 1, 6), g))
     exact = torch.einsum("bto,bti->boi", pair.gradient.double(), pair.inputs.double()).norm()
     found = float(form.square_norms(pair, None).sqrt())
     assert not found < exact * (1 - 1e-5)
-    assert not math.isfinite(found) or found == pytest.approx(float(exact), rel=1e-5)
+    assert not math.isfinite(found) or found < 3 * exact  # what may have got lost is added
 
 
 # ---- the whole step -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def train(
         "end": snapshot(module),
         "shown": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "written": (folder / "metrics.csv").read_text() if rank in (None, 0) else "",
-        "taints": private_run(trainer).taints(),
+        "taints": private_run(trainer).evidence.taints(),
     }
 
 

@@ -104,6 +104,14 @@ class WritesTables(Plain):
                 parameter.data[0] = batch.labels.mean()
 
 
+class WritesMomentum(Plain):
+    """Into the optimizer's state, which outlives the step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.optimizers().optimizer.state.values():
+            state["momentum_buffer"].add_(batch.labels.mean())
+
+
 class ChangesGradients(Plain):
     def on_after_backward(self) -> None:
         self.head.out.weight.grad.add_(1.0)
@@ -199,6 +207,7 @@ REFUSED = {
     WritesTrainable: ("'head.out.bias' changed in the forward pass", 0),
     WritesInHook: ("'head.out.bias' changed since the last step", 1),
     ReplacesInHook: ("'head.out.bias' changed since the last step", 1),
+    WritesMomentum: ("changed since the last step", 1),
     WritesTables: ("'the tables' changed since the last step", 1),
     ChangesGradients: ("as the private step released it, found that it was changed", 0),
     ReplacesGradients: ("'head.out.weight' as the private step released it, found one that was", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,10 @@ class OneStack:
     def chunks(self) -> Iterator[Callable[[], None]]:
         for chunk in self.debts.chunks():
             yield partial(self.debts.pay_chunk, *chunk)
+
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        yield
 
     def note_all_paid(self) -> None:
         self.is_noted = True

@@ -1,0 +1,85 @@
+"""What the optimizers hold beside parameters: their state, and their settings.
+
+State (momenta, sums of squares) may change in an update alone, where all an optimizer sees is
+released gradients. Settings may follow schedulers. A learning rate that other code sets may follow
+anything, the training loss too: the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+Mark = tuple[int, int, int]
+
+
+def mark_of(value: Tensor) -> Mark:
+    """Changes whenever torch writes to the tensor, or another takes its place."""
+    return id(value), value._version, value.data_ptr()
+
+
+_BY_HAND = (
+    "The optimizer's learning rate or another setting was changed by code other than a "
+    "scheduler's. If training data decided how, that is not accounted for."
+)
+
+
+class OptimizerWatch:
+    """Of one run: everything in its optimizers but the parameters."""
+
+    def __init__(self, trainer: Trainer, taint: Callable[[str], None]) -> None:
+        self._trainer, self._taint = trainer, taint
+        self.note()
+
+    def optimizers(self) -> list[Optimizer]:
+        return [getattr(o, "optimizer", o) for o in self._trainer.optimizers]
+
+    def note(self) -> None:
+        """As it is now is how it should be: at the beginning, and after an update."""
+        self._marks = list(self._state())
+        self._settings = list(self._all_settings())
+
+    def moved(self) -> bool:
+        """Whether state changed since `note`. Settings that changed are noted for the report."""
+        now = list(self._all_settings())
+        if now != self._settings:
+            if not self._is_by_schedule(now):
+                self._taint(_BY_HAND)
+            self._settings = now
+        return list(self._state()) != self._marks
+
+    def _state(self) -> Iterator[Mark]:
+        for optimizer in self.optimizers():
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        yield mark_of(value)
+
+    def _all_settings(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                yield {
+                    name: _plain(value)
+                    for name, value in group.items()
+                    if name not in ("params", "initial_lr", "max_lr", "min_lr")
+                }
+
+    def _is_by_schedule(self, now: list[dict[str, Any]]) -> bool:
+        """Learning rates must be what a scheduler set last; other settings, there must be one."""
+        rates: list[Any] = []
+        for config in self._trainer.lr_scheduler_configs:
+            rates += [_plain(rate) for rate in getattr(config.scheduler, "_last_lr", [])]
+        return all(
+            found == before or (bool(rates) and found.get("lr") in (before.get("lr"), *rates))
+            for found, before in zip(now, self._settings)  # groups that are new may be set at will
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Tensors by identity and version: no wait for a device."""
+    return mark_of(value) if isinstance(value, torch.Tensor) else value
