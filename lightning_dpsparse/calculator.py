@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    from lightning_dpsparse.accounting.calibration import check_delta, default_delta
+    from lightning_dpsparse.accounting.calibration import default_delta, delta_warning
 
     for name in ("examples", "batch", "steps"):
         if getattr(options, name) < 1:
@@ -125,10 +126,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[s
     delta = default_delta(options.examples) if options.delta is None else options.delta
     if not 0 < delta < 1:
         parser.error(f"argument --delta: expected between 0 and 1, found {delta}")
-    try:
-        check_delta(delta, options.examples)
-    except ValueError as error:
-        parser.error(f"argument --delta: {error}")
+    warning = delta_warning(delta, options.examples)
+    if warning is not None:  # training would refuse what is far too large
+        print(f"{parser.prog}: argument --delta: {warning}", file=sys.stderr)
     if options.max_batch is not None and options.examples_per_user is not None:
         parser.error("--max-batch and --examples-per-user: there is no accounting for both")
     return {

@@ -124,3 +124,13 @@ def test_report_shows_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert answer(capsys, "report", str(tmp_path)) == facts
     with pytest.raises(SystemExit, match=r"error: Expected privacy_report.json in .*, found none"):
         main(["report", str(tmp_path / "logs" / "version_0" / "none")])
+
+
+@pytest.mark.parametrize(("delta", "said"), [("1e-6", "training refuses it"), ("5e-7", "is 50%")])
+def test_a_large_delta_is_warned_of(
+    capsys: pytest.CaptureFixture[str], delta: str, said: str
+) -> None:
+    main(["account", "--noise-multiplier", "1", *RUN[:-1], delta, "--json"])
+    assert said in capsys.readouterr().err
+    main(["account", "--noise-multiplier", "1", *RUN[:-1], "1e-7", "--json"])
+    assert capsys.readouterr().err == ""

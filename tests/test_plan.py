@@ -30,7 +30,7 @@ def spent(run: RunPlan, steps: int, first: int = 0) -> Ledger:
 
 
 def test_noise_is_calibrated_to_the_target() -> None:
-    run = met(PrivacyPlan(epsilon=1.0, delta=1e-6))
+    run = met(PrivacyPlan(epsilon=1.0, delta=1e-6), num_units=999_999)
     assert run.noise_multiplier == pytest.approx(0.7931, abs=5e-4)
     assert spent(run, 10_000).epsilon(1e-6) <= 1.0
     assert epsilon_of([(run.event, 1)], 1e-6) == spent(run, 10_000).epsilon(1e-6)
@@ -38,7 +38,10 @@ def test_noise_is_calibrated_to_the_target() -> None:
 
 def test_delta_is_chosen_by_the_number_of_units() -> None:
     assert met(PrivacyPlan(noise_multiplier=1.0)).delta == 1e-7
-    assert met(PrivacyPlan(noise_multiplier=1.0, delta=1e-3)).delta == 1e-3
+    assert met(PrivacyPlan(noise_multiplier=1.0, delta=1e-8)).delta == 1e-8
+    for too_large in (1e-6, 0.05, 0.9):
+        with pytest.raises(ValueError, match="Expected delta below 1 / 1,000,000"):
+            met(PrivacyPlan(noise_multiplier=1.0, delta=too_large))
     with pytest.raises(ValueError, match="Expected delta, or a data set of known size"):
         met(PrivacyPlan(noise_multiplier=1.0), num_units=None)
 

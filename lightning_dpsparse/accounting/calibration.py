@@ -70,8 +70,13 @@ def check_delta(delta: float, num_units: int) -> None:
 
 def delta_warning(delta: float, num_units: int | None) -> str | None:
     """What to say of a delta that is allowed and large."""
-    if num_units is None or delta * 10 * num_units <= 1.0:
+    if num_units is None or delta * 10 * num_units <= 1.0 + 1e-9:
         return None
+    if delta * num_units >= 1.0:
+        return (
+            f"delta={delta:g} is not below 1 / {num_units:,}: somebody's data may be published as "
+            f"it is, and training refuses it. {default_delta(num_units):g} is the default."
+        )
     return (
         f"delta={delta:g} is more than a tenth of 1 / {num_units:,}: the chance that something "
         f"goes wrong for somebody is {delta * num_units:.0%}. {default_delta(num_units):g} is the "
