@@ -61,8 +61,9 @@ def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> No
                 f"apply_optimizer_in_backward on {name!r}, whose settings would be ignored. Set "
                 "them in FusedOptimizer."
             )
+    prefix = f"{path}." if path else ""
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in inside and not name.startswith(f"{path}." if path else ""):
+        if id(parameter) in inside and name != prefix + inside[id(parameter)]:
             raise ValueError(
                 f"Expected tables of {path!r} to share their weights with nobody, found that "
                 f"{name!r} is tied to {inside[id(parameter)]!r}: sharding would part them. Give "
