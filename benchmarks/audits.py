@@ -3,6 +3,9 @@
 Every variant is trained and audited a number of times, with fresh coins and fresh noise: four steps
 on everybody, epsilon 1.3 at delta 1e-6, white-box canaries. A run is caught if the epsilon that
 was measured is above the one that was claimed.
+
+Rows of the second kind are attacks on low bits: one step, a noise multiplier of 50, and a row for
+each of 128 targets that others read too, or do not (`broken.audit_low_bits`).
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.broken import audit
+from benchmarks.broken import audit, audit_low_bits
 from benchmarks.harness import print_table, write_json_lines
 from benchmarks.step_time import get_ready, one_thread
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, LazyDP
+from lightning_dpsparse.audit.one_run import OneRunResult
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.recipe import quiet
 
@@ -37,6 +41,22 @@ CASES: list[tuple[str, Mechanism, int]] = [
 ]
 """What is broken, the mechanism, and on how many ranks."""
 
+LOW_BIT_CASES: list[tuple[str, Mechanism, int, str]] = [
+    ("as it is", DPSGD(), 39, "fast"),
+    ("as it is", DPSGD(), 39, "secure"),
+    ("as it is", DPSGD(), 0, "secure"),
+    ("as it is", LazyDP(), 39, "fast"),
+    ("as it is", LazyDP(), 39, "secure"),
+    ("as it is", LazyDP(), 0, "fast"),
+    ("as it is", LazyDP(), 0, "secure"),
+    ("noise of torch in float32", DPSGD(), 39, "fast"),
+    ("noise of torch in float32", DPSGD(), 0, "fast"),
+    ("noise of torch in float32", LazyDP(), 39, "fast"),
+    ("noise of numpy in float32", DPSGD(), 39, "fast"),
+    ("sums off the grid", DPSGD(), 39, "fast"),
+]
+"""What is broken, the mechanism, how many others read a target's row, and where noise is from."""
+
 
 def measure(variant: str, mechanism: Mechanism, world_size: int, runs: int) -> dict[str, Any]:
     """One row: how many runs were caught."""
@@ -44,6 +64,24 @@ def measure(variant: str, mechanism: Mechanism, world_size: int, runs: int) -> d
         found = [audit(variant, mechanism) for _ in range(runs)]
     else:
         found = _on_ranks(variant, mechanism, world_size, runs)
+    return _row(variant, mechanism, world_size, found)
+
+
+def measure_low_bits(
+    variant: str, mechanism: Mechanism, readers: int, noise_source: str, runs: int
+) -> dict[str, Any]:
+    """One row: how many steps were caught."""
+    found = [
+        audit_low_bits(variant, mechanism, readers=readers, noise_source=noise_source)
+        for _ in range(runs)
+    ]
+    name = f"{variant}, {noise_source}, {readers} other readers"
+    return _row(name, mechanism, 1, found)
+
+
+def _row(
+    variant: str, mechanism: Mechanism, world_size: int, found: list[OneRunResult]
+) -> dict[str, Any]:
     measured = [result.measured.epsilon for result in found]
     return {
         "variant": variant,
@@ -55,7 +93,7 @@ def measure(variant: str, mechanism: Mechanism, world_size: int, runs: int) -> d
         "measured_most": round(max(measured), 3),
         "attack": found[0].measured.attack,
         "caught": sum(not result.passed for result in found),
-        "runs": runs,
+        "runs": len(found),
     }
 
 
@@ -98,6 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     get_ready()
     rows = [measure(*case, options.runs) for case in CASES]
+    rows += [measure_low_bits(*case, options.runs) for case in LOW_BIT_CASES]
     print_table(rows)
     if options.json:
         write_json_lines(rows, options.json)

@@ -19,8 +19,9 @@ import numpy as np
 from scipy.stats import binom
 
 from lightning_dpsparse.accounting.events import DpEvent, composed
-from lightning_dpsparse.estimators.mean import event_of_mean, fresh
+from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.projection import projected_mean
+from lightning_dpsparse.estimators.release import fresh
 from lightning_dpsparse.estimators.rows import Array, Mask, Rows, as_rows, sample
 
 # N examples, D columns, K levels

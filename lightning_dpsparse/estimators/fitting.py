@@ -22,10 +22,12 @@ from lightning_dpsparse.estimators.calibration import (
     noise_multiplier_for,
     spent_epsilon,
 )
-from lightning_dpsparse.estimators.mean import Kind, event_of_mean, noisy_mean
+from lightning_dpsparse.estimators.mean import event_of_mean, noisy_mean
 from lightning_dpsparse.estimators.objective import Loss
 from lightning_dpsparse.estimators.output import (
+    BLOCK,
     event_of_output,
+    gradient_error,
     l1_sensitivity,
     l2_sensitivity,
     minimise,
@@ -33,6 +35,7 @@ from lightning_dpsparse.estimators.output import (
     regularisation_for,
 )
 from lightning_dpsparse.estimators.projection import projected_mean
+from lightning_dpsparse.estimators.release import Kind
 from lightning_dpsparse.estimators.rows import Array, Rows, sample, scale_rows
 from lightning_dpsparse.estimators.sketch import draw_sketch, sketch_size, sketched_mean
 
@@ -218,18 +221,28 @@ def fit_by_output(
     tolerance = 1e-3 * problem.lipschitz / n  # costs two thousandths of the sensitivity
     if problem.kind == "laplace":
         tolerance /= math.sqrt(columns)
-    bounds |= {"regularisation": penalty, "tolerance": tolerance}
+    bounds["regularisation"] = penalty
+    hidden = gradient_error(
+        **bounds, smoothness=problem.smoothness, max_nonzeros=problem.max_nonzeros
+    )
+    # The solver's norm of D numbers may itself be too small, by D 2^-53.
+    bounds["tolerance"] = tolerance * (1.0 + columns * 2.0**-52) + hidden
     sensitivity = (
         l2_sensitivity(**bounds)
         if problem.kind == "gaussian"
         else l1_sensitivity(**bounds, **sparsity)
     )
 
+    blocks = [slice(start, start + BLOCK) for start in range(0, rows_ND.shape[0], BLOCK)]
+    parts = [(rows_ND[block].T, block) for block in blocks]  # transposed
+
     def objective(weights_D: Array) -> tuple[float, Array]:
         scores_N = rows_ND @ weights_D
         value = problem.loss.values(scores_N, problem.labels_N).sum() / n
         slopes_N = problem.loss.slopes(scores_N, problem.labels_N)
-        gradient_D: Array = rows_ND.T @ slopes_N / n + penalty * weights_D
+        sums = (part_DN @ slopes_N[block] for part_DN, block in parts)
+        total_D = sum(sums, np.zeros(columns))
+        gradient_D: Array = total_D / n + penalty * weights_D
         return float(value + penalty / 2.0 * (weights_D @ weights_D)), gradient_D
 
     event_of = partial(event_of_output, kind=problem.kind)

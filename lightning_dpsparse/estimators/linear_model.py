@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.special import expit
 
-from lightning_dpsparse.accounting.calibration import check_delta, default_delta
+from lightning_dpsparse.accounting.calibration import check_delta, default_delta, delta_warning
 from lightning_dpsparse.estimators.fitting import (
     Problem,
     bias_reduced_steps,
@@ -19,8 +20,8 @@ from lightning_dpsparse.estimators.fitting import (
     fit_by_output,
     fit_by_steps,
 )
-from lightning_dpsparse.estimators.mean import fresh
 from lightning_dpsparse.estimators.objective import Loss, LossName
+from lightning_dpsparse.estimators.release import fresh
 from lightning_dpsparse.estimators.rows import (
     Array,
     Rows,
@@ -94,7 +95,8 @@ class DPLinearModel:
         """
         loss            "logistic" or "squared"
         estimator       see above
-        delta           None is 1 / (10 n), rounded down to a power of ten; 0 is pure DP
+        delta           None is 1 / (10 n), rounded down to a power of ten, and more is warned of;
+                        1 / n is refused; 0 is pure DP
         feature_norm    rows are scaled down to this l2 norm
         max_nonzeros    of more in a row, those first in a fixed order of columns are kept
         max_residual    of the squared loss: larger ones count as this (Huber's loss)
@@ -176,8 +178,7 @@ class DPLinearModel:
                 f"Expected from one to num_examples={count} rows, found others. Raise "
                 "num_examples, which is public."
             )
-        delta = default_delta(count) if self.delta is None else float(self.delta)
-        check_delta(delta, count)
+        delta = self._checked_delta(count)
         problem = Problem(
             rows_ND=rows_ND,
             labels_N=labels_N,
@@ -213,6 +214,16 @@ class DPLinearModel:
         self.noise_multiplier_, self.n_iter_ = fitted.noise_multiplier, fitted.steps
         self.event_, self.epsilon_, self.delta_ = fitted.event, fitted.epsilon, problem.delta
         return self
+
+    def _checked_delta(self, num_examples: int) -> float:
+        """The delta of a fit: refused where it protects nobody, warned of where it is large."""
+        if self.delta is None:
+            return default_delta(num_examples)
+        check_delta(self.delta, num_examples)
+        warning = delta_warning(self.delta, num_examples)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=3)
+        return float(self.delta)
 
     def _check(self) -> None:
         """Of parameters, before the data is looked at."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian, not_private, poisson
 from lightning_dpsparse.accounting.losses import LaplaceDpEvent
-from lightning_dpsparse.estimators.rows import Array, Rows, clip_rows, sum_of
-
-Kind = Literal["gaussian", "laplace"]
-"""Gaussian noise is for an l2 bound and a delta; Laplace noise for an l1 bound, and pure DP."""
+from lightning_dpsparse.estimators.release import Kind, release_sum
+from lightning_dpsparse.estimators.rows import Array, Rows, clip_rows
 
 
 def noisy_mean(
@@ -27,9 +24,10 @@ def noisy_mean(
     """(sum_i clip(z_i) + noise) / divisor, for clip_norm in l2 (Gaussian) or l1 (Laplace).
 
     `divisor` is a public constant: the number of examples, or how many a sample has on average.
-    Noise has the scale noise_multiplier * clip_norm. Dense in the D columns.
+    Noise has the scale noise_multiplier * clip_norm, up to rounding. Dense in the D columns.
 
-    Guarantees: one example moves the sum by at most `clip_norm`, in the norm of the noise.
+    Guarantees: before noise and division, the sum is on a public grid, and one example moves it by
+    at most the clip norm that the noise is for (`release.py`).
     Error: L sqrt(d ln(1/delta)) / (epsilon n) for Gaussian noise and l2 norms of L; with l1 norms
     of L sqrt(s), L sqrt(s d) / (epsilon n) for Laplace noise.
     Reference: the poster, Table 1, last terms.
@@ -39,26 +37,16 @@ def noisy_mean(
             "Expected divisor > 0, clip_norm > 0 and noise_multiplier >= 0, found "
             f"{divisor}, {clip_norm} and {noise_multiplier}. Give each as a public constant."
         )
-    total_D = sum_of(clip_rows(vectors_ND, clip_norm, 2 if kind == "gaussian" else 1))
-    scale = noise_multiplier * clip_norm
-    return (total_D + draw(total_D.size, scale, kind, noise)) / divisor
-
-
-def draw(size: int, scale: float, kind: Kind, noise: np.random.Generator | None) -> Array:
-    """Noise of this standard deviation (Gaussian) or scale (Laplace)."""
-    source = fresh(noise)
-    if kind == "gaussian":
-        return source.normal(0.0, scale, size)
-    return source.laplace(0.0, scale, size)
-
-
-def fresh(noise: np.random.Generator | None) -> np.random.Generator:
-    """The generator given, or one seeded by the operating system.
-
-    Giving one is for tests. Whoever can rebuild it can take the noise off again: the release is
-    then not private, whatever its `event_of_...` says, which is for noise that nobody knows.
-    """
-    return np.random.default_rng() if noise is None else noise
+    rows_ND = clip_rows(vectors_ND, clip_norm, 2 if kind == "gaussian" else 1)
+    noisy_D = release_sum(
+        [rows_ND],
+        rows_ND.shape[1],
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        kind=kind,
+        noise=noise,
+    )
+    return noisy_D / divisor
 
 
 def event_of_mean(

@@ -9,12 +9,16 @@ import numpy as np
 from scipy.optimize import minimize
 
 from lightning_dpsparse.accounting.events import DpEvent
-from lightning_dpsparse.estimators.mean import Kind, draw, event_of_mean
+from lightning_dpsparse.estimators.mean import event_of_mean
+from lightning_dpsparse.estimators.release import Kind, release_point
 from lightning_dpsparse.estimators.rows import Array
 from lightning_dpsparse.estimators.shrinking import nearest_in_l2_ball
 
 # F(x) = 1/n sum_i f_i(x) + lambda/2 ||x||^2 with f_i convex, L-Lipschitz and H-smooth in l2, and
 # n a public constant. "Tolerance" bounds ||grad F|| where a solver stopped.
+
+BLOCK = 1 << 16
+"""Examples whose gradients are added up before the next ones: one long sum would err by more."""
 
 
 def perturbed_minimiser(
@@ -29,7 +33,8 @@ def perturbed_minimiser(
     """argmin ||x - (x* + noise)||_inf over ||x||_2 <= radius, where x* minimises F.
 
     Noise has the scale noise_multiplier * sensitivity, in l2 (Gaussian) or l1 (Laplace): see
-    `l2_sensitivity` and `l1_sensitivity`. The poster's last line leaves the feasible set out; it is
+    `l2_sensitivity` and `l1_sensitivity`, to which `release.py` adds what its grid may move. The
+    poster's last line leaves the feasible set out; it is
     the ball here, and the projection shrinks all coordinates alike. Dense in the D columns.
 
     Excess risk, for R = radius and lambda = regularisation_for(...):
@@ -37,7 +42,13 @@ def perturbed_minimiser(
     (s ln(d) / (epsilon n))^(1/3) for Laplace noise; 1/sqrt(n) more for the population's risk.
     Reference: the poster, Output Perturbation with l_inf-Projection, and Table 2.
     """
-    noisy_D = minimiser_D + draw(minimiser_D.size, noise_multiplier * sensitivity, kind, noise)
+    noisy_D = release_point(
+        minimiser_D,
+        sensitivity=sensitivity,
+        noise_multiplier=noise_multiplier,
+        kind=kind,
+        noise=noise,
+    )
     return nearest_in_l2_ball(noisy_D, radius)
 
 
@@ -73,6 +84,29 @@ def l1_sensitivity(
     own = math.sqrt(max_nonzeros) * lipschitz
     rounding = 2.0 * math.sqrt(num_columns) * tolerance
     return ((shared + own) / num_examples + rounding) / regularisation
+
+
+def gradient_error(
+    *,
+    lipschitz: float,
+    regularisation: float,
+    num_examples: int,
+    smoothness: float,
+    max_nonzeros: int,
+) -> float:
+    """The most that float64 changes grad F of a linear model by, in l2, at its minimum.
+
+    2^-52 L (m + (s + 16) (1 + H / lambda)), with m = min(n, B) + n / B for sums over blocks of B.
+
+    Adding up n gradients errs by m 2^-53 times the sum of their norms, which is n L at most. Scores
+    are sums of s products with weights of norm L / lambda at most: they err by s 2^-53 of that, and
+    slopes by H times as much. Rows may exceed their norms by s 2^-53, since they were clipped in
+    float64. The factor of two and the 16 are for all that is smaller.
+    Reference: Higham 2002, Accuracy and Stability of Numerical Algorithms, chapters 3 and 4.
+    """
+    additions = min(num_examples, BLOCK) + num_examples / BLOCK
+    products = (max_nonzeros + 16) * (1.0 + smoothness / regularisation)
+    return 2.0**-52 * lipschitz * (additions + products)
 
 
 def regularisation_for(

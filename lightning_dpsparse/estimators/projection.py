@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from lightning_dpsparse.accounting.events import DpEvent
-from lightning_dpsparse.estimators.mean import Kind, event_of_mean, noisy_mean
+from lightning_dpsparse.estimators.mean import event_of_mean, noisy_mean
+from lightning_dpsparse.estimators.release import Kind
 from lightning_dpsparse.estimators.rows import Array, Rows
 from lightning_dpsparse.estimators.shrinking import project_onto_l1_ball
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from scipy.optimize import linprog
 
 from lightning_dpsparse.accounting.events import DpEvent
-from lightning_dpsparse.estimators.mean import draw, event_of_mean, fresh
+from lightning_dpsparse.estimators.mean import event_of_mean
+from lightning_dpsparse.estimators.release import fresh, release_sum
 from lightning_dpsparse.estimators.rows import Array, Rows, as_rows, clip_rows
 
 MOST_ENTRIES = 1 << 26
@@ -68,19 +70,17 @@ def sketched_clip_norm(clip_norm: float, num_measurements: int) -> float:
     return clip_norm * (1.0 + 3.0 / math.sqrt(2.0 * num_measurements))
 
 
-def sketched_sum(vectors_ND: Rows, sketch_MD: Array, clip_norm: float) -> Array:
-    """sum_i clip(A z_i), where the clip is on what is summed: any matrix A will do.
+def sketched_rows(vectors_ND: Rows, sketch_MD: Array, clip_norm: float) -> Iterator[Rows]:
+    """clip(A z_i) of every example, some at a time. The clip is after the sketch: any A will do.
 
-    Guarantees: one example moves the sum by at most sketched_clip_norm(clip_norm, M) in l2.
+    Guarantees: no row is longer than sketched_clip_norm(clip_norm, M) in l2, up to rounding.
     """
     rows_ND = as_rows(vectors_ND)
     size, bound = sketch_MD.shape[0], sketched_clip_norm(clip_norm, sketch_MD.shape[0])
-    total_M, step = np.zeros(size), max(1, _CHUNK // size)
+    step = max(1, _CHUNK // size)
     for start in range(0, rows_ND.shape[0], step):
         part_NM = clip_rows(rows_ND[start : start + step], clip_norm) @ sketch_MD.T
-        norms_N = np.sqrt((part_NM**2).sum(1))
-        total_M += (bound / np.maximum(norms_N, bound)) @ part_NM
-    return total_M
+        yield clip_rows(part_NM, bound)
 
 
 def sketched_mean(
@@ -102,9 +102,13 @@ def sketched_mean(
     Memory: M x D for the sketch, dense; the linear program takes seconds from a thousand columns.
     Reference: the poster, Gaussian l1-Recovery.
     """
-    bound = sketched_clip_norm(clip_norm, sketch_MD.shape[0])
-    total_M = sketched_sum(vectors_ND, sketch_MD, clip_norm)
-    noisy_M = total_M + draw(total_M.size, noise_multiplier * bound, "gaussian", noise)
+    noisy_M = release_sum(
+        sketched_rows(vectors_ND, sketch_MD, clip_norm),
+        sketch_MD.shape[0],
+        clip_norm=sketched_clip_norm(clip_norm, sketch_MD.shape[0]),
+        noise_multiplier=noise_multiplier,
+        noise=noise,
+    )
     return recover(sketch_MD, noisy_M / divisor)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -45,6 +45,28 @@ def test_steps_on_random_levels_are_charged_with_every_level_at_its_cap() -> Non
     levels = Levels(num_examples=64, first=2, last=5, steps=3)
     assert fitted.event_ == event_of_bias_reduced(fitted.noise_multiplier_, levels)
     assert 0.99 < fitted.epsilon_ <= 1.0
+
+
+@pytest.mark.parametrize("num_examples", [None, 1000])
+@pytest.mark.parametrize("estimator", get_args(EstimatorName))
+def test_every_estimator_refuses_a_delta_that_protects_nobody(
+    estimator: EstimatorName, num_examples: int | None
+) -> None:
+    """By the public number of examples, given or not. Warnings are errors in this suite."""
+    n = num_examples or 64
+    for delta in (1.0 / n, 0.5):
+        with pytest.raises(ValueError, match=rf"Expected delta below 1 / {n:,} "):
+            model(estimator, delta=delta, num_examples=num_examples).fit(X, Y)
+    with pytest.raises(UserWarning, match=rf"more than a tenth of 1 / {n:,}: .* is 50%"):
+        model(estimator, delta=0.5 / n, num_examples=num_examples).fit(X, Y)
+
+
+def test_a_large_delta_is_warned_of_and_used() -> None:
+    with pytest.warns(UserWarning, match="more than a tenth") as caught:
+        fitted = model("output", delta=0.005, epsilon=1.0).fit(X, Y)
+    assert fitted.delta_ == 0.005
+    assert caught[0].filename == __file__  # who called fit
+    model("output", delta=0.0015, epsilon=1.0).fit(X, Y)  # a tenth of 1 / 64, and no word
 
 
 def test_the_minimum_is_charged_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_dpsparse.accounting.events import gaussian
 from lightning_dpsparse.estimators.objective import Loss, LossName
 from lightning_dpsparse.estimators.output import (
     event_of_output,
+    gradient_error,
     l1_sensitivity,
     l2_sensitivity,
     minimise,
@@ -103,6 +105,35 @@ def test_the_solver_meets_its_tolerance_where_quasi_newton_gives_up() -> None:
 
     x_D = minimise(objective, 2, smoothness=0.99, regularisation=0.01, tolerance=1e-6)
     np.testing.assert_allclose(x_D, [1.0, 100.0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [1e-3, 1.0])
+def test_float64_changes_a_gradient_by_no_more_than_is_priced(penalty: float) -> None:
+    """Against fractions. Rows that all point one way, so that sums are as long as can be."""
+    n, s, loss = 3_000, 3, Loss("squared", 0.8)
+    rows_ND = np.abs(np.random.default_rng(0).normal(size=(n, s)))
+    rows_ND /= np.linalg.norm(rows_ND, axis=1, keepdims=True)
+    x_D, labels_N = np.full(s, 0.1 / penalty), np.full(n, 1e6)
+    gradient_D = rows_ND.T @ loss.slopes(rows_ND @ x_D, labels_N) / n + penalty * x_D
+    slope = -Fraction(loss.max_residual)  # of every example
+    exact = [
+        slope * sum(map(Fraction, column_N.tolist())) / n + Fraction(penalty) * Fraction(float(x))
+        for column_N, x in zip(rows_ND.T, x_D)
+    ]
+    errors = [float(Fraction(float(g)) - e) for g, e in zip(gradient_D, exact)]
+    bound = gradient_error(
+        lipschitz=0.8, regularisation=penalty, num_examples=n, smoothness=1.0, max_nonzeros=s
+    )
+    assert 0 < np.linalg.norm(errors) <= bound
+    assert bound < 1e-3 * 0.8 / n / 100  # a hundredth of the solver's tolerance
+
+
+def test_sums_over_blocks_keep_the_price_small_for_many_examples() -> None:
+    for n in (10**4, 10**6, 10**8):
+        bound = gradient_error(
+            lipschitz=1.0, regularisation=0.1, num_examples=n, smoothness=0.25, max_nonzeros=64
+        )
+        assert 2.0 * bound < 0.004 / n  # over L / n: what it adds to the sensitivity
 
 
 @pytest.mark.parametrize("name", ["logistic", "squared"])
