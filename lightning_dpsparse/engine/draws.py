@@ -58,5 +58,17 @@ class StackNoise:
             )
         return out_UD
 
+    def dither_(
+        self, out_UD: Tensor, purpose: str, step: int, rows_U: Tensor, *, part: int = 0
+    ) -> Tensor:
+        """Overwrite `out_UD` with uniform draws between -1/2 and 1/2, named as in `fill_`."""
+        if not self.source.is_by_row:
+            return self.source.dither_(out_UD, self._stream(self.namesake, purpose, step, part))
+        for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
+            here = slice(start, stop)
+            stream = self._stream(self.stack.tables[t], purpose, step, part)
+            self.source.dither_(out_UD[here], stream, rows_U[here] - self.stack.starts[t])
+        return out_UD
+
     def _stream(self, table: int, purpose: str, step: int, part: int) -> Stream:
         return Stream(purpose, self.table_names[table], step, self.corners[table], part)

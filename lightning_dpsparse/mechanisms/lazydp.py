@@ -3,7 +3,9 @@
 A row that takes part in a step gets the step's noise with its gradient, at once, as in DP-SGD. All
 other rows owe it. What they owe says nothing of anybody; it only must not show that they owed. So
 what lands late, in one piece or several, lands on a grid of its own, on which weights add up
-without rounding: nobody can tell a row that was read, and paid in between, from one that was not.
+without rounding. A step's noise lands there too, and neither leaves a trace of where it came from
+(`noise/regrid.py`): nobody can tell a row that was read, and paid in between, from one that was
+not.
 (The paper defers the noise of rows that were read, too. Their gradient is then rounded to float32
 before its noise arrives, and low bits of a weight tell how many examples there were.)
 """
@@ -23,6 +25,7 @@ from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
 from lightning_dpsparse.engine.rows import RowGradient, add_to_rows, weighted_runs
 from lightning_dpsparse.noise.grid import grid_of, round_to_
+from lightning_dpsparse.noise.regrid import regrid_
 
 # R rows of a stack, U rows that pay, K pairs of a row and a step that it owes, D width
 
@@ -60,6 +63,12 @@ _LEAST_NOISE = 8
 """Spacings of the grid in the standard deviation of one step. With as many, rounding adds less than
 a part in 700 to the variance of a payment, and several payments have the law of one."""
 
+_ENOUGH_NOISE = 1 << 18
+"""A finer grid gains nothing: learning rates may fall to a ten-thousandth, and more."""
+
+_HELD = 24
+"""Binary digits that float32 holds."""
+
 
 def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
     """The spacing of weights that owe noise, or None where there is none to owe.
@@ -69,9 +78,9 @@ def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
     """
     if noise_stddev == 0:
         return None
-    largest = max((float(w.abs().max()) for w in weights if w.numel()), default=0.0)
-    least = math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - 24)
-    grid = max(least, grid_of(noise_stddev))
+    largest = largest_of(weights)
+    fine = math.ldexp(1.0, math.floor(math.log2(noise_stddev / _ENOUGH_NOISE)))
+    grid = max(least_grid(largest), fine)
     if not is_felt(noise_stddev, grid):
         raise ValueError(
             f"Expected noise of at least {_LEAST_NOISE * grid:.2g} on the weights in a step, found "
@@ -80,6 +89,21 @@ def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
             "or the clip norm, or use DPSGD."
         )
     return grid
+
+
+def largest_of(weights: list[Tensor]) -> float:
+    extremes = [torch.stack(w.aminmax()) for w in weights if w.numel()]
+    return float(torch.cat(extremes).abs().max()) if extremes else 0.0
+
+
+def least_grid(largest: float) -> float:
+    """The finest on which float32 holds weights of four times the largest."""
+    return math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - _HELD)
+
+
+def has_room(largest: float, grid: float) -> bool:
+    """Whether weights on this grid may double and still add up exactly."""
+    return 2.0 * largest <= math.ldexp(grid, _HELD)
 
 
 def is_felt(noise_stddev: float, grid: float | None) -> bool:
@@ -114,7 +138,7 @@ class Debts:
         grid: float | None = None,
     ) -> None:
         self._mechanism, self._weight_RD, self._noise = mechanism, weight_RD, noise
-        self._clock, self._grid = clock, grid
+        self._clock, self.grid = clock, grid
         self._paid_through_R = torch.zeros(
             len(weight_RD), dtype=torch.int32, device=weight_RD.device
         )
@@ -125,7 +149,20 @@ class Debts:
             self._round_(some_rows)
 
     def _round_(self, values: Tensor) -> Tensor:
-        return values if self._grid is None else round_to_(values, self._grid)
+        return values if self.grid is None else round_to_(values, self.grid)
+
+    def land(self, rows_U: Tensor, values_UD: Tensor, spacing: float, scale: float) -> Tensor:
+        """A step on these rows, scaled and on the grid; values are multiples of `spacing`."""
+        return self._land(rows_U, values_UD, spacing, scale, self._next_part())
+
+    def _land(
+        self, rows_U: Tensor, values_UD: Tensor, spacing: float, scale: float | Tensor, part: int
+    ) -> Tensor:
+        if self.grid is None:
+            return values_UD.mul_(scale[:, None] if isinstance(scale, Tensor) else scale)
+        dither_UD = torch.empty_like(values_UD)
+        self._noise.dither_(dither_UD, "landing", self._clock.last_step, rows_U, part=part)
+        return regrid_(values_UD, spacing, scale, self.grid, dither_UD)
 
     def bill(self, rows_U: Tensor) -> Bill:
         """What these rows owe: each listed once, in increasing order. It must be paid as drawn."""
@@ -176,7 +213,7 @@ class Debts:
         if self._mechanism.aggregate:
             owed_UD = self._weight_RD.new_empty(len(rows_U), width)
             self._noise.fill_(owed_UD, "owed", clock.last_step, rows_U, part=part)
-            return self._round_(owed_UD.mul_(clock.stddev(since_U).to(owed_UD.dtype)[:, None]))
+            return self._land(rows_U, owed_UD, grid_of(1.0), clock.stddev(since_U), part)
         position_K, step_K, coefficient_K = clock.steps_since(since_U)
         drawn_KD = self._weight_RD.new_empty(len(position_K), width)
         self._noise.fill_(
@@ -185,8 +222,13 @@ class Debts:
         count_U = clock.now - since_U.long()
         start_U = count_U.cumsum(0) - count_U
         index_K = torch.arange(len(position_K), device=rows_U.device)
-        owed_UD = weighted_runs(drawn_KD, index_K, start_U, coefficient_K.to(drawn_KD.dtype))
-        return self._round_(owed_UD)
+        # In units of the last step's coefficient: what one step owes has its spacing.
+        last_U = torch.ones_like(since_U, dtype=torch.float64)
+        is_owing_U = count_U > 0
+        last_U[is_owing_U] = coefficient_K[(start_U + count_U - 1)[is_owing_U]]
+        weight_K = (coefficient_K / last_U[position_K]).to(drawn_KD.dtype)
+        owed_UD = weighted_runs(drawn_KD, index_K, start_U, weight_K)
+        return self._land(rows_U, owed_UD, grid_of(1.0), last_U, part)
 
     def _next_part(self) -> int:
         self._payments += 1

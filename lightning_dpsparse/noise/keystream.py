@@ -70,6 +70,17 @@ class Keystream:
         words = np.frombuffer(self._bytes.update(bytes(8 * count)), dtype="<u8")
         return torch.from_numpy(1.0 - unit(words))
 
+    def dither_(self, out: Tensor) -> Tensor:
+        """Overwrite contiguous numbers with uniform draws of 16 bits, from -1/2 to below 1/2."""
+        memory = _SCRATCH
+        for piece in out.view(-1).split(_CHUNK):
+            count = piece.numel()
+            self._bytes.update_into(_ZEROS[: 2 * count], memory.bytes)
+            drawn = memory.numbers[:count]
+            np.multiply(memory.halves[:count], np.float32(2.0**-16), out=drawn, dtype=np.float32)
+            piece.copy_(torch.from_numpy(drawn))
+        return out
+
     def normal_(self, out: Tensor, stddev: float) -> Tensor:
         """Overwrite contiguous numbers, wherever they are, with draws of N(0, stddev^2).
 

@@ -62,6 +62,10 @@ class NoiseSource(Protocol):
         """Round `out_RD`, which is contiguous, to `grid_of(stddev)`, and add such draws to it."""
         ...
 
+    def dither_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+        """Overwrite `out_RD` with uniform draws of 16 bits or more, from -1/2 to 1/2."""
+        ...
+
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         """Float64 numbers in (0, 1], with 53 bits."""
         ...
@@ -87,6 +91,9 @@ class SecureNoise:
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
         return self._keystream(stream).add_(out_RD, stddev)
+
+    def dither_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+        return self._keystream(stream).dither_(out_RD)
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         return self._keystream(stream).uniform(count).to(device)
@@ -124,6 +131,11 @@ class FastNoise(SecureNoise):
             return super().add_(out_RD, stream, stddev)
         drawn = self._few(torch.empty_like(out_RD), stream, stddev)
         return round_to_(out_RD, grid_of(stddev)).add_(drawn)
+
+    def dither_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+        if out_RD.device.type == "cpu":
+            return super().dither_(out_RD, stream)
+        return out_RD.uniform_(-0.5, 0.5, generator=self._generator(out_RD.device, stream))
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
         if device.type == "cpu":
@@ -189,6 +201,25 @@ class RowNoise:
         rows_R: Tensor | None = None,
         steps_R: Tensor | None = None,
     ) -> Tensor:
+        row_R, column_D = self._cells(out_RD, stream, rows_R)
+        if steps_R is None:
+            drawn_RD = self._draw(stream, stream.step, row_R, column_D)
+        else:
+            step_R = steps_R.cpu().numpy()
+            drawn_RD = np.empty(out_RD.shape)
+            for step in np.unique(step_R):
+                here = step_R == step
+                drawn_RD[here] = self._draw(stream, int(step), row_R[here], column_D)
+        grid = grid_of(stddev)
+        return out_RD.copy_(torch.from_numpy(np.rint(drawn_RD * (stddev / grid)))).mul_(grid)
+
+    def dither_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
+        row_R, column_D = self._cells(out_RD, stream, rows_R)
+        words_RD = mix(self._words(stream, stream.step, row_R, column_D))
+        return out_RD.copy_(torch.from_numpy(unit(words_RD) - 0.5))
+
+    def _cells(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None) -> tuple[U64, U64]:
+        """Rows and columns within the whole table."""
         first_row, first_column = stream.shard
         rows, columns = out_RD.shape
         row_R = (
@@ -196,22 +227,15 @@ class RowNoise:
             if rows_R is None
             else rows_R.cpu().numpy().astype(np.uint64) + np.uint64(first_row)
         )
-        column_D = np.arange(first_column, first_column + columns, dtype=np.uint64)
-        if steps_R is None:
-            drawn_RD = self._draw(stream, stream.step, row_R, column_D)
-        else:
-            step_R = steps_R.cpu().numpy()
-            drawn_RD = np.empty((rows, columns))
-            for step in np.unique(step_R):
-                here = step_R == step
-                drawn_RD[here] = self._draw(stream, int(step), row_R[here], column_D)
-        grid = grid_of(stddev)
-        return out_RD.copy_(torch.from_numpy(np.rint(drawn_RD * (stddev / grid)))).mul_(grid)
+        return row_R, np.arange(first_column, first_column + columns, dtype=np.uint64)
 
-    def _draw(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> NDArray[np.float64]:
+    def _words(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> U64:
         everywhere = Stream(stream.purpose, stream.table, step)
         k0, k1, k2 = np.frombuffer(self._key.bytes_for(everywhere, 24), dtype="<u8")
-        cell_RD = mix(mix(row_R ^ k0)[:, None] + mix(column_D ^ k1)) ^ k2
+        return mix(mix(row_R ^ k0)[:, None] + mix(column_D ^ k1)) ^ k2
+
+    def _draw(self, stream: Stream, step: int, row_R: U64, column_D: U64) -> NDArray[np.float64]:
+        cell_RD = self._words(stream, step, row_R, column_D)
         radius = np.sqrt(-2.0 * np.log(1.0 - unit(mix(cell_RD))))
         angle = 2.0 * math.pi * unit(mix(cell_RD + np.uint64(1)))
         drawn: NDArray[np.float64] = radius * np.cos(angle)

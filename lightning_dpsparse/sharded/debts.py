@@ -15,7 +15,17 @@ from lightning_dpsparse.engine.deferred import Clock
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.lookups import Bags, Layout
 from lightning_dpsparse.engine.rows import RowGradient, add_to_bags
-from lightning_dpsparse.mechanisms.lazydp import Bill, Debts, LazyDP, is_felt, payment_grid
+from lightning_dpsparse.mechanisms.lazydp import (
+    Bill,
+    Debts,
+    LazyDP,
+    has_room,
+    is_felt,
+    largest_of,
+    least_grid,
+    payment_grid,
+)
+from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.sharded.update import matrix_of, version_of
 
@@ -39,25 +49,31 @@ class KernelDebts:
         self._tbe = kernel.emb_module
         self._clock = Clock(self._tbe.current_device)
         weights = [matrix_of(self._tbe, stack) for stack in layout.stacks]
-        self.grid = payment_grid(weights, noise_stddev * self._tbe.get_learning_rate())
+        grid = payment_grid(weights, noise_stddev * self._tbe.get_learning_rate())
+        self._weights, self._noise_stddev = weights, noise_stddev
         self._debts = [
             Debts(
                 mechanism,
                 weight,
                 StackNoise(noise, stack, table_names, corners, layout.namesake(stack.tables)),
                 self._clock,
-                self.grid,
+                grid,
             )
             for stack, weight in zip(layout.stacks, weights)
         ]
-        for debts in self._debts:
-            debts.put_on_grid()
+        self._put_on(grid)
         self._bills: list[Bill] = []
         self._all_paid_through = 0
         self.is_resting = False
         """Whether this step leaves the tables alone."""
         self.own_writes = 0
         """How often payments wrote to the tables, as torch counts."""
+
+    def _put_on(self, grid: float | None) -> None:
+        self.grid = grid
+        for debts in self._debts:
+            debts.grid = grid
+            debts.put_on_grid()
 
     @property
     def is_paid(self) -> bool:
@@ -71,6 +87,7 @@ class KernelDebts:
         Where the learning rate is so small that the step's noise would be lost in rounding, the
         tables rest: nothing is applied, and nothing is owed.
         """
+        self._noise_stddev = noise_stddev
         args, learning_rate = self._tbe.optimizer_args, self._tbe.get_learning_rate()
         self.is_resting = not is_felt(noise_stddev * learning_rate, self.grid)
         if not self.is_resting:
@@ -115,6 +132,11 @@ class KernelDebts:
         """Noise that rows of each stack owe for a read on credit, if there was one."""
         return [bill.noise_UD for bill in self._bills] if self._bills else None
 
+    def scale_(self, stack: int, gradient: RowGradient, scale: float) -> None:
+        """Of this step, whose noise lies on its own grid."""
+        spacing = grid_of(self._noise_stddev) if self._noise_stddev else 0.0
+        self._debts[stack].land(gradient.rows_U, gradient.values_UD, spacing, scale)
+
     def note_updated(self, gradients: Sequence[RowGradient]) -> None:
         """These rows got the step's noise with their gradient, and what they were read on."""
         for debts, gradient in zip(self._debts, gradients):
@@ -142,7 +164,13 @@ class KernelDebts:
                     yield partial(debts.pay_chunk, *chunk)
 
     def note_all_paid(self) -> None:
+        """Weights that have outgrown their grid, and now can be shown, get a coarser one."""
         self._all_paid_through = self._clock.now
+        if self.grid is not None:
+            largest = largest_of(self._weights)
+            if not has_room(largest, self.grid):
+                with self.paying():
+                    self._put_on(least_grid(largest))
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class KernelRead:
             gradients,
             self.steps_before,
             also_add=debts.bills if debts else None,
-            grid=debts.grid if debts else None,
+            landing=debts,
         )
         if debts:
             debts.note_updated(gradients)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -17,6 +17,17 @@ from lightning_dpsparse.noise.grid import round_to_
 # F features, K most rows of one table, E width of all features
 
 
+class Landing(Protocol):
+    """How steps become multiples of the weights' grid."""
+
+    @property
+    def grid(self) -> float | None: ...
+
+    def scale_(self, stack: int, gradient: RowGradient, scale: float) -> None:
+        """Multiply the gradient of one stack's rows, onto the grid, in place."""
+        ...
+
+
 def apply_to_rows(
     kernel: Any,
     layout: Layout,
@@ -24,12 +35,12 @@ def apply_to_rows(
     steps_before: int,
     *,
     also_add: list[Tensor] | None = None,
-    grid: float | None = None,
+    landing: Landing | None = None,
 ) -> None:
     """Update the given rows of each stack of the kernel's tables, once.
 
-    `also_add` goes to the same rows in the same write, as it is. With `grid`, rows stay multiples
-    of it (SGD only).
+    `also_add` goes to the same rows in the same write, as it is. With `landing`, rows stay on a
+    grid (SGD only).
 
     FBGEMM's optimizers only learn through a backward pass. So every row becomes a bag of its own: a
     lookup of length-1 bags, padded with empty ones to the same number for every feature, whose
@@ -41,7 +52,7 @@ def apply_to_rows(
         return
     tbe = kernel.emb_module
     if tbe.optimizer is EmbOptimType.EXACT_SGD:
-        _descend(tbe, layout.stacks, gradients, also_add=also_add, grid=grid)
+        _descend(tbe, layout.stacks, gradients, also_add=also_add, landing=landing)
         return
     assert len(gradients) == len(layout.widths)  # optimizers with state: every table by itself
     first = gradients[0]
@@ -79,7 +90,7 @@ def _descend(
     gradients: list[RowGradient],
     *,
     also_add: list[Tensor] | None,
-    grid: float | None,
+    landing: Landing | None,
 ) -> None:
     """SGD has no state: w <- (1 - lr decay) w - lr g on the rows themselves.
 
@@ -98,23 +109,21 @@ def _descend(
                 run.mul_(keep)
             run.add_(gradient.values_UD, alpha=-learning_rate)
             continue
-        step_UD = gradient.values_UD.mul_(-learning_rate)  # nobody needs them any more
+        step_UD = gradient.values_UD  # nobody needs them any more
+        if landing is None:
+            step_UD.mul_(-learning_rate)
+        else:
+            landing.scale_(i, gradient, -learning_rate)
         if keep != 1.0:
             assert also_add is None  # rows that decay pay before they are read
             new_UD = step_UD.add_(weight.index_select(0, gradient.rows_U), alpha=keep)
-            weight.index_copy_(
-                0, gradient.rows_U, new_UD if grid is None else round_to_(new_UD, grid)
-            )
+            if landing is not None and landing.grid is not None:
+                round_to_(new_UD, landing.grid)
+            weight.index_copy_(0, gradient.rows_U, new_UD)
             continue
-        if grid is not None:
-            round_to_(step_UD, grid)
         if also_add is not None:
             step_UD += also_add[i]
         add_to_rows(weight, gradient.rows_U, step_UD)
-
-
-def _on(grid: float | None, values: Tensor) -> Tensor:
-    return values if grid is None else round_to_(values, grid)
 
 
 def matrix_of(tbe: Any, stack: Stack) -> Tensor:

@@ -186,11 +186,6 @@ def test_low_bits_of_what_is_right_tell_nothing(
     assert found.passed
 
 
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="LazyDP rounds late noise, and a step's noise, to the weights' grid from grids of their "
-    "own: which weights they reach tells a row that somebody read from one that nobody did",
-)
 @pytest.mark.parametrize("learning_rate", [1.0, 0.7])
 @pytest.mark.parametrize("noise_source", ["fast", "secure"])
 def test_low_bits_do_not_tell_who_read_a_row_alone(

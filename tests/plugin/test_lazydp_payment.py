@@ -91,7 +91,7 @@ def test_a_checkpoint_on_disk_is_fully_paid(two_ranks: Ranks, name: str, tmp_pat
             for kind in ("eager", "lazy")
         )
         assert sum("embedding_bags" in key for key in eager) == 4
-        assert_close(lazy, eager, 1e-6)
+        assert_close(lazy, eager, 1e-5)
 
 
 def test_a_run_goes_on_with_other_ranks_and_another_placement(
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_placement(
         resume=tmp_path / "step=10.ckpt",
         default_root_dir=str(tmp_path),
     )
-    assert_close(assemble(found), assemble(expected), 1e-6)
+    assert_close(assemble(found), assemble(expected), 1e-5)
 
 
 def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool, module: Breaking | None = None) -> Any:
@@ -133,13 +133,13 @@ def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool, module: Breaking | 
 def test_a_run_that_failed_has_paid(one_rank: Ranks, go_on: bool) -> None:
     eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=go_on)
     lazy = one_rank.run(broken_off, LAZY, unpaid=False, go_on=go_on)
-    assert_close(assemble(lazy), assemble(eager), 1e-6)
+    assert_close(assemble(lazy), assemble(eager), 1e-5)
 
 
 def test_debts_of_a_run_that_could_not_pay_are_not_forgotten(one_rank: Ranks) -> None:
     eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=True)
     lazy = one_rank.run(broken_off, LAZY, unpaid=True, go_on=True)
-    assert_close(assemble(lazy), assemble(eager), 1e-6)
+    assert_close(assemble(lazy), assemble(eager), 1e-5)
 
 
 def look_after_a_failure(mechanism: Any, sequences: tuple[str, ...], *, unpaid: bool) -> Any:
@@ -196,7 +196,7 @@ def interrupted() -> Any:
 def test_an_interrupted_payment_goes_on_and_nobody_pays_twice(one_rank: Ranks) -> None:
     [eager] = one_rank.run(fit, 1, Placement(), EAGER)
     [lazy] = one_rank.run(interrupted)
-    assert_close(assemble([lazy]), assemble([eager]), 1e-6)
+    assert_close(assemble([lazy]), assemble([eager]), 1e-5)
 
 
 class Bar:

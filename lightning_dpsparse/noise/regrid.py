@@ -1,0 +1,34 @@
+"""From one grid to another without a trace of the first.
+
+Noise on one grid, scaled by a learning rate, lies on a spacing that no other grid is a multiple of.
+Rounded as it is, some numbers of the new grid would be reached more often than their neighbours,
+and some never: which ones tells what the noise was before. So each number is first moved at random
+within its own spacing. What is rounded then lies anywhere alike, to 16 more bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# U rows, D width of a table
+
+_CHUNK = 1 << 17
+"""Numbers at a time: what stays in cache."""
+
+
+def regrid_(
+    values_UD: Tensor, spacing: float, scale: float | Tensor, grid: float, dither_UD: Tensor
+) -> Tensor:
+    """`scale` times the values, rounded to multiples of `grid`, in place.
+
+    The values are multiples of `spacing`. `scale` may be a number for each row. `dither_UD` is
+    uniform between -1/2 and 1/2. In float64: in float32 products would have spacings of their own.
+    """
+    rows = max(1, _CHUNK // max(1, values_UD.shape[1]))
+    for start in range(0, len(values_UD), rows):
+        some = values_UD[start : start + rows]
+        each = scale[start : start + rows, None] if isinstance(scale, Tensor) else scale
+        moved = some.to(torch.float64).add_(dither_UD[start : start + rows], alpha=spacing)
+        some.copy_(moved.mul_(each / grid).round_()).mul_(grid)
+    return values_UD
