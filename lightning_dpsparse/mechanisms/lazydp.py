@@ -63,8 +63,8 @@ _LEAST_NOISE = 8
 """Spacings of the grid in the standard deviation of one step. With as many, rounding adds less than
 a part in 700 to the variance of a payment, and several payments have the law of one."""
 
-_ENOUGH_NOISE = 1 << 18
-"""A finer grid gains nothing: learning rates may fall to a ten-thousandth, and more."""
+_ENOUGH_NOISE = 1 << 16
+"""A finer grid gains nothing: learning rates may fall to a ten-thousandth."""
 
 _HELD = 24
 """Binary digits that float32 holds."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_dpsparse import DPSGD, LazyDP, Placement
 from lightning_dpsparse.mechanisms import lazydp
 from lightning_dpsparse.sharded.checkpoint import consolidate
+from lightning_dpsparse.sharded.seam import Seam
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
 from tests.private import Batches, plan
 from tests.ranks import Ranks
@@ -228,3 +229,33 @@ def shown_chunks() -> tuple[int, int]:
 def test_payment_shows_its_chunks_and_is_not_done_twice(one_rank: Ranks) -> None:
     """Tables of 40, 30, 21 and 40 rows; the last two are one stack: 3 + 2 + 4 chunks of 16."""
     assert one_rank.run(shown_chunks) == [(9, 0)]
+
+
+def outgrown() -> list[tuple[float, float, bool]]:
+    """Tables that something made 100 times as large between two full payments."""
+    module = Recording()
+    settings = {"max_epochs": -1, "max_steps": 3}
+    trainer = make_trainer(1, None, SGD, privacy=plan(noise=1.0, mechanism=LazyDP()), **settings)
+    trainer.fit(module, Batches([[4, 4]] * 3, None))
+    (collection,) = [m for m in module.modules() if isinstance(m, Seam)]
+    seen = []
+    for factor in (1.0, 2.0**12):
+        for debts in collection.debts.values():
+            for weight in debts._weights:
+                weight.mul_(factor)
+            debts.note_all_paid()
+            assert debts.grid is not None
+            largest = lazydp.largest_of(debts._weights)
+            grid = debts.grid
+            is_on = all(torch.equal(w, (w / grid).round() * grid) for w in debts._weights)
+            seen.append((grid, largest, is_on))
+    return seen
+
+
+def test_weights_that_outgrow_their_grid_get_a_coarser_one(one_rank: Ranks) -> None:
+    seen = one_rank.run(outgrown)[0]
+    before, after = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    for (small, _, _), (large, largest, is_on) in zip(before, after, strict=True):
+        assert large > small
+        assert is_on
+        assert 2 * largest <= large * 2**24
