@@ -274,7 +274,7 @@ class General(Use):
         expected = _over(each, size_B).sum(0)
         if not torch.allclose(expected, total, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise ValueError(self._message("mixes the examples of a batch"))
-        return each.flatten(1)
+        return each.unsqueeze(-1).flatten(1)  # a parameter may be a single number
 
     def _message(self, fault: str) -> str:
         return (

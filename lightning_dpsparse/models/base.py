@@ -66,7 +66,8 @@ class RecommenderModule(LightningModule):
     def _logs_train_loss(self) -> bool:
         if self.log_train_loss is not None:
             return self.log_train_loss
-        return getattr(self.trainer.strategy, "privacy", None) is None
+        # Without a trainer nothing is logged.
+        return self._trainer is None or getattr(self.trainer.strategy, "privacy", None) is None
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

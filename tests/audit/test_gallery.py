@@ -8,11 +8,13 @@ Noise that is too small by sqrt(2) is not: one run cannot tell. The chi-square t
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Any
 from unittest import mock
 
 import pytest
+from scipy import stats
 
 from benchmarks import broken
 from benchmarks.broken import CLAIM
@@ -137,6 +139,14 @@ def audit_low_bits(*args: Any, **kwargs: Any) -> OneRunResult:
         return broken.audit_low_bits(*args, seed=0, **kwargs)
 
 
+def is_chance(found: OneRunResult) -> bool:
+    """Whether the claim leads to so many right guesses, in the best of 12 attempts, more than once
+    in 100,000 runs. (At the audit's own confidence, one run in 20 is above its claim.)"""
+    right, guesses = found.measured.num_right, found.measured.num_guesses
+    odds = math.exp(found.claimed_epsilon or 0.0)
+    return bool(12 * stats.binom.sf(right - 1, guesses, odds / (1 + odds)) > 1e-5)
+
+
 @pytest.mark.parametrize(
     ("variant", "mechanism", "readers"),
     [
@@ -161,6 +171,7 @@ def test_low_bits_of_noise_in_float32_tell_who_was_there(
     assert found.measured.num_right == found.measured.num_guesses >= 64
     assert found.measured.epsilon > 2.3
     assert not found.passed
+    assert not is_chance(found)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +189,11 @@ def test_low_bits_of_noise_in_float32_tell_who_was_there(
 def test_low_bits_of_what_is_right_tell_nothing(
     one_rank: Ranks, mechanism: Mechanism, noise_source: str, readers: int
 ) -> None:
-    """Coins guessed by chance are above the claim in one of 20 runs; this is a fixed one."""
     (found,) = one_rank.run(
         audit_low_bits, "as it is", mechanism, readers=readers, noise_source=noise_source
     )
     assert found.claimed_epsilon == pytest.approx(0.071, abs=0.001)
-    assert found.passed
+    assert is_chance(found)
 
 
 @pytest.mark.parametrize("learning_rate", [1.0, 0.7])
@@ -200,4 +210,4 @@ def test_low_bits_do_not_tell_who_read_a_row_alone(
         noise_source=noise_source,
         learning_rate=learning_rate,
     )
-    assert found.passed
+    assert is_chance(found)

@@ -128,6 +128,20 @@ class Model(SmallModule):
     def zero_head_minus_detached_mean(self, batch: Any) -> Tensor:
         return self.minus_detached_mean(batch)
 
+    def from_one_to_one(self, batch: Any) -> Tensor:
+        """Forwards only, and from one example to one other."""
+
+        def handed_on(hidden: Tensor) -> Tensor:
+            changed = hidden.clone()
+            changed[-2:-1] = changed[-2:-1] + hidden[-1:].detach()
+            return changed if len(hidden) > 1 else hidden
+
+        return self.loss_n(batch, handed_on)
+
+    def by_empty_examples(self, batch: Any) -> Tensor:
+        lengths = batch.sparse_features.lengths().view(-1, len(batch.labels)).sum(0)
+        return self.loss_n(batch) * (1.0 + (lengths == 0).sum())
+
     def small_regulariser(self, batch: Any) -> Tensor:
         _, hidden = self.logits_and_hidden(batch)
         return self.losses_of(hidden, batch) + 1e-3 * (hidden @ hidden.t()).mean(1)
@@ -252,6 +266,8 @@ COUPLED = {
     "minus_mean": OTHERS_CHANGE,
     "minus_detached_mean": OTHERS_CHANGE,
     "zero_head_minus_detached_mean": OTHERS_CHANGE,
+    "from_one_to_one": "others change when some are replaced",
+    "by_empty_examples": "others change when some are emptied",
     "small_regulariser": OTHERS_CHANGE,
     "batch_norm": OTHERS_CHANGE,
     "over_batch_size": "changes with the number of examples",

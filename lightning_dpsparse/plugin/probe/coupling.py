@@ -5,10 +5,11 @@ nothing if the example also changes the gradients of others. No list of layers f
 measurements on the code itself do. On some examples of a real batch:
 
 1. The same examples again: the same losses. Else nothing can be measured.
-2. Some replaced by others, or emptied: nobody else's loss, gradient or layer input changes.
+2. Some replaced by others, or emptied: nobody else's loss, gradient or layer input changes. With a
+   binary code for the examples, every ordered pair of them is looked at.
 3. Some removed: the same.
-4. The losses of some sent back: exact zeros at everybody else's lookups and layers. With a binary
-   code for the examples, every ordered pair of them is looked at.
+4. The losses of some sent back: exact zeros at everybody else's lookups and layers, by the same
+   code.
 5. Another batch before this one: it leaves nothing behind that changes this one.
 
 Dense weights are shaken meanwhile, since zeros would hide much. Nothing is released, logged or
@@ -46,13 +47,12 @@ from lightning_dpsparse.plugin.probe.sources import FromBatch, FromData, Source,
 from lightning_dpsparse.sharded.build import on_every_rank
 from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.examples import empty_examples
-from lightning_dpsparse.sharded.observation import Observation
+from lightning_dpsparse.sharded.observation import Observation, Seen
 from lightning_dpsparse.sharded.private import PrivateSteps
 
 # n examples that are looked at on this rank, W ranks
 
 _FEW, _LEAST = 32, 8
-_ROUNDS = 3
 _LOOSE = 10.0
 """Where shapes differ, so does the order in which kernels add up."""
 
@@ -99,6 +99,8 @@ class Probe:
         self._size = size_of(delivery.batch, delivery.num_examples)
         self._coins = random.Random(self._seed)
         self._takes_empty = False
+        self._kept_base: tuple[int, bool, Observation, list[Seen]] | None = None
+        """What others are compared with: whose it is, whether draws were alike, what was seen."""
         everyone = list(range(self._size)) if leaders is None else list(leaders)
         step = max(1, len(everyone) // _FEW)
         self._chosen = everyone[::step][:_FEW]
@@ -138,13 +140,14 @@ class Probe:
         first = self._observe(base)
         yield self._is_repeatable(first, self._observe(base))
         yield from self._codes(first)
-        for _ in range(_ROUNDS):
-            drawn, others = self._some(len(self._chosen))
+        for drawn in self._halves():
+            others = self._others(drawn)
             replaced = self._batch_of(source, [self._chosen[i] for i in others])
             yield from self._compare(base, replaced, drawn, "replaced by others")
         yield self._is_seen(first, self._observe(replaced), base, drawn, others)
         if all(self._sizes):
-            yield from self._emptied(base, drawn)
+            for drawn in self._halves()[:2]:
+                yield from self._emptied(base, drawn)
         yield self._removed(source, base)
         yield self._memory(source, base)
         yield from self._at_full_size()
@@ -176,17 +179,19 @@ class Probe:
         where = first_in(one.forward(), two.forward(), everyone, 1.0)
         return findings.unrepeatable(f"others in {where}") if where else ""
 
-    def _some(self, count: int) -> tuple[list[int], list[int]]:
-        """A quarter of so many positions, and for every position one whose example stands there
-        when these are replaced."""
-        if count < 2:
-            return list(range(count)), list(range(count))
-        drawn = [0, *sorted(self._coins.sample(range(1, count), max(0, count // 4 - 1)))]
-        rest = [i for i in range(count) if i not in drawn]
-        others = list(range(count))
+    def _halves(self) -> list[list[int]]:
+        """Sets of positions. Of any two, each is in one of the sets without the other."""
+        digits = range(math.ceil(math.log2(max(2, *self._sizes))))
+        everyone = range(len(self._chosen))
+        return [[i for i in everyone if (i >> d) % 2 == half] for d in digits for half in (0, 1)]
+
+    def _others(self, drawn: list[int], count: int | None = None) -> list[int]:
+        """For every position one whose example stands there when these are replaced."""
+        others = list(range(len(self._chosen) if count is None else count))
+        rest = sorted(set(others) - set(drawn))
         for i in drawn:
-            others[i] = self._coins.choice(rest)
-        return drawn, others
+            others[i] = self._coins.choice(rest or drawn)
+        return others
 
     def _batch_of(self, source: Source, positions: Sequence[int]) -> Any:
         if not self._chosen:
@@ -208,10 +213,12 @@ class Probe:
     def _differences(
         self, base: Any, batch: Any, drawn: list[int], how: str, *, constant: bool
     ) -> Iterator[str]:
-        first, other = (self._observe(b, constant=constant) for b in (base, batch))
-        before, after = (
-            seen.backward(torch.ones_like(seen.loss_n, dtype=torch.bool)) for seen in (first, other)
-        )
+        if self._kept_base is None or self._kept_base[:2] != (id(base), constant):
+            first = self._observe(base, constant=constant)
+            self._kept_base = id(base), constant, first, _all_sent_back(first)
+        first, before = self._kept_base[2:]
+        other = self._observe(batch, constant=constant)
+        after = _all_sent_back(other)
         kept = _mask(len(first.loss_n), drawn, value=False)
         everybody = self._of_all_ranks(kept, first.padded_size)
         looseness = _LOOSE if constant else 1.0
@@ -251,9 +258,7 @@ class Probe:
     ) -> str:
         """Whoever was replaced, by somebody else, must show somewhere."""
         rows = _mask(len(first.loss_n), drawn, value=True)
-        before, after = (
-            seen.backward(torch.ones_like(seen.loss_n, dtype=torch.bool)) for seen in (first, other)
-        )
+        before, after = _all_sent_back(first), _all_sent_back(other)
         everybody = self._of_all_ranks(rows, first.padded_size, default=False)
         shows = first_in(first.forward(), other.forward(), rows, 1.0) or any(
             first_in([one], [two], everybody if one.is_of_all_ranks else rows, 1.0)
@@ -285,7 +290,7 @@ class Probe:
 
     def _codes(self, first: Observation) -> Iterator[str]:
         """Every example against every other, by the digits of their numbers, and of their ranks."""
-        whole = first.backward(torch.ones_like(first.loss_n, dtype=torch.bool))
+        whole = _all_sent_back(first)
         count, rank = len(first.loss_n), self._trainer.global_rank
         number = torch.arange(count)
         digits = range(math.ceil(math.log2(max(2, *self._sizes))))
@@ -335,7 +340,8 @@ class Probe:
     def _at_full_size(self) -> Iterator[str]:
         """The batch as it is, and with a quarter of it replaced."""
         batch, size = self._delivery.batch, self._size
-        drawn, others = self._some(size)
+        drawn = sorted(self._coins.sample(range(size), (size + 3) // 4))
+        others = self._others(drawn, size)
         replaced = FromBatch(batch, size).batch(others) if size else batch
         yield from self._compare(batch, replaced, drawn, "replaced by others")
 
@@ -347,6 +353,10 @@ class Probe:
             assert isinstance(mask, list)
             whole[rank, : len(mask)] = torch.tensor(mask, dtype=torch.bool)
         return whole.flatten()
+
+
+def _all_sent_back(seen: Observation) -> list[Seen]:
+    return seen.backward(torch.ones_like(seen.loss_n, dtype=torch.bool))
 
 
 def _mask(size: int, positions: Sequence[int], *, value: bool) -> Tensor:
