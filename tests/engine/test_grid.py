@@ -61,6 +61,25 @@ class PaperRead:
             self.applied.append(whole)
 
 
+@dataclass
+class OneTable:
+    """A kernel of one table, after the backward pass."""
+
+    done: Lookup
+    table_names = ("a",)
+    corners = ((0, 0),)
+    order_B = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.done.layout
+
+    def lookup(self) -> Lookup:
+        return self.done
+
+    def apply(self, gradients: list[RowGradient]) -> None: ...
+
+
 def examples(case: str, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, what the tables gave, other inputs, and the scale of each loss."""
     generator = torch.Generator().manual_seed(3)
@@ -126,6 +145,26 @@ def test_the_price_is_small_and_known() -> None:
     assert 0.002 < found < 0.003
     more = price(1.0 / 2048, 1.0 / 2048, 2048, 4 * 461_000)
     assert more - found == pytest.approx(2.0**-19 * 461_000**0.5)
+
+
+def test_an_example_pays_for_the_rows_that_it_reads() -> None:
+    """Four thousand rows of one table, or one: the norm of what is left of either is known."""
+    rows = 4000
+    layout = Layout((0,), (WIDTH,), (rows,))
+    for read in (1, rows):
+        gradient = torch.full((1, WIDTH), 100.0)
+        bags = Bags(layout, torch.arange(read), torch.tensor([0, read]))
+        capture = DenseCapture({})
+        recipe = Recipe(EANA(), FlatClipping(), 1.0, 1.0, 1.0, Silent())  # type: ignore[arg-type]
+        leaf = torch.zeros(1, WIDTH, requires_grad=True)
+        kernel = OneTable(Lookup(bags, gradient))
+        loss = (leaf * gradient).sum(1)
+        found = clipped_sums(
+            loss, [kernel], capture, recipe, Ranks(1, 0, lambda tensor: None), 0
+        ).tables[0][0]
+        norm = float(torch.linalg.vector_norm(found.values_UD.double()))
+        assert norm == pytest.approx(1.0 - price(1.0, 1.0, 1.0, read * WIDTH), abs=2e-7)
+    assert price(1.0, 1.0, 1.0, rows * WIDTH) - price(1.0, 1.0, 1.0, WIDTH) > 4e-4
 
 
 def test_a_price_that_leaves_no_gradient_is_refused() -> None:
