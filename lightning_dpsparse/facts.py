@@ -27,6 +27,8 @@ NOT_COVERED = (
     "what the user's code prints, keeps or writes to files of its own.",
     "Side channels: how long a step takes, which rows of a table it reads, and an error that ends "
     "the run.",
+    "A data set that puts one unit's data into the examples of others: mixing, or features counted "
+    "over many.",
     "Weights that were copied into the model by hand, tensor by tensor: they bring no history.",
     "Code that couples examples in some steps only, and along the same path through the model as "
     "in the steps in which the probe looked.",

@@ -249,6 +249,11 @@ class PrivacyPlan:
     def assumptions(self) -> list[str]:
         """What is taken for granted and not measured, for the report."""
         found = []
+        if self.sampling == "unamplified":
+            found.append(
+                "That the loader's order, and which examples share a batch, depend on no example's "
+                "data."
+            )
         if self.assume_independent_examples is not None:
             found.append(
                 "That no example's loss depends on other examples: "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -74,6 +75,9 @@ class OptimizerWatch:
         rates: list[Any] = []
         for config in self._trainer.lr_scheduler_configs:
             rates += [_plain(rate) for rate in getattr(config.scheduler, "_last_lr", [])]
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BackboneFinetuning):  # which follows the epoch
+                rates.append(callback.previous_backbone_lr)
         return all(
             found == before or (bool(rates) and found.get("lr") in (before.get("lr"), *rates))
             for found, before in zip(now, self._settings)  # groups that are new may be set at will

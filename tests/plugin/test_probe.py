@@ -138,6 +138,10 @@ class Model(SmallModule):
 
         return self.loss_n(batch, handed_on)
 
+    def where_all_clicked(self, batch: Any) -> Tensor:
+        losses = self.loss_n(batch)
+        return losses * 2 if bool((batch.labels > 0).all()) else losses
+
     def by_empty_examples(self, batch: Any) -> Tensor:
         lengths = batch.sparse_features.lengths().view(-1, len(batch.labels)).sum(0)
         return self.loss_n(batch) * (1.0 + (lengths == 0).sum())
@@ -267,6 +271,7 @@ COUPLED = {
     "minus_detached_mean": OTHERS_CHANGE,
     "zero_head_minus_detached_mean": OTHERS_CHANGE,
     "from_one_to_one": "others change when some are replaced",
+    "where_all_clicked": "others change when some are replaced",
     "by_empty_examples": "others change when some are emptied",
     "small_regulariser": OTHERS_CHANGE,
     "batch_norm": OTHERS_CHANGE,

@@ -15,8 +15,8 @@ measurements on the code itself do. On some examples of a real batch:
 Dense weights are shaken meanwhile, since zeros would hide much. Nothing is released, logged or
 kept; random generators and the module's plain attributes are put back.
 
-It costs some forty small passes and four of the batch's size. It runs before the first release,
-after 10, 100, 1,000 and 10,000 steps, every 20,000 steps from then on, and whenever the operations
+It costs some eighty small passes and four of the batch's size. It runs before the first release,
+after 10, 100, 1,000 and 10,000 steps, every 50,000 steps from then on, and whenever the operations
 behind the losses change.
 """
 
@@ -52,7 +52,7 @@ from lightning_dpsparse.sharded.private import PrivateSteps
 
 # n examples that are looked at on this rank, W ranks
 
-_FEW, _LEAST = 32, 8
+_FEW, _LEAST, _ALIKE = 32, 8, 8
 _LOOSE = 10.0
 """Where shapes differ, so does the order in which kernels add up."""
 
@@ -60,10 +60,10 @@ _LOOSE = 10.0
 def is_due(step: int) -> bool:
     """By a public rule, whatever the data.
 
-    >>> [step for step in range(50_000) if is_due(step)]
-    [0, 10, 100, 1000, 10000, 20000, 40000]
+    >>> [step for step in range(120_000) if is_due(step)]
+    [0, 10, 100, 1000, 10000, 50000, 100000]
     """
-    return step in (0, 10, 100, 1_000, 10_000) or step % 20_000 == 0
+    return step in (0, 10, 100, 1_000, 10_000) or step % 50_000 == 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class Probe:
             others = self._others(drawn)
             replaced = self._batch_of(source, [self._chosen[i] for i in others])
             yield from self._compare(base, replaced, drawn, "replaced by others")
+        for position in self._chosen[:_ALIKE] + [0] * (_ALIKE - len(self._chosen[:_ALIKE])):
+            yield from self._among_alike(source, position)
         yield self._is_seen(first, self._observe(replaced), base, drawn, others)
         if all(self._sizes):
             for drawn in self._halves()[:2]:
@@ -228,6 +230,16 @@ class Probe:
         for one, two in zip(before, after):
             if first_in([one], [two], everybody if one.is_of_all_ranks else kept, looseness):
                 yield findings.coupled(one.where, how)
+
+    def _among_alike(self, source: Source, position: int) -> list[str]:
+        """Half of a batch of copies of one example is replaced: something may hold for all of them
+        that holds for no mixed batch."""
+        count = len(self._chosen)
+        copies = [position] * count
+        mixed = copies[: count // 2] + self._chosen[count // 2 :]
+        batches = [self._batch_of(source, some) for some in (copies, mixed)]
+        drawn = list(range(count // 2, count))
+        return self._compare(batches[0], batches[1], drawn, "replaced by others")
 
     def _emptied(self, base: Any, drawn: list[int]) -> list[str]:
         """Some models cannot do without a label, say: they refuse such examples, on every rank."""
