@@ -99,7 +99,7 @@ class Probe:
         self._size = size_of(delivery.batch, delivery.num_examples)
         self._coins = random.Random(self._seed)
         self._takes_empty = False
-        self._kept_base: tuple[int, bool, Observation, list[Seen]] | None = None
+        self._kept_base: tuple[Any, bool, Observation, list[Seen]] | None = None
         """What others are compared with: whose it is, whether draws were alike, what was seen."""
         everyone = list(range(self._size)) if leaders is None else list(leaders)
         step = max(1, len(everyone) // _FEW)
@@ -215,10 +215,11 @@ class Probe:
     def _differences(
         self, base: Any, batch: Any, drawn: list[int], how: str, *, constant: bool
     ) -> Iterator[str]:
-        if self._kept_base is None or self._kept_base[:2] != (id(base), constant):
+        kept_base = self._kept_base
+        if kept_base is None or kept_base[0] is not base or kept_base[1] != constant:
             first = self._observe(base, constant=constant)
-            self._kept_base = id(base), constant, first, _all_sent_back(first)
-        first, before = self._kept_base[2:]
+            kept_base = self._kept_base = base, constant, first, _all_sent_back(first)
+        first, before = kept_base[2:]
         other = self._observe(batch, constant=constant)
         after = _all_sent_back(other)
         kept = _mask(len(first.loss_n), drawn, value=False)
