@@ -264,6 +264,8 @@ class DPSparseStrategy(ShardedCheckpoints):
         """Scale the tables' learning rate as the module's scheduler scales its own."""
         if not self.fused_optimizer.follow_schedule or not self.optimizers:
             return
+        if not self.optimizers[0].param_groups:  # configure_optimizers gave none
+            return
         group = self.optimizers[0].param_groups[0]
         # OneCycleLR keeps its peak in the group and overwrites initial_lr.
         base = group.get("max_lr", group.get("initial_lr"))

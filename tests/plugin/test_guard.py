@@ -239,8 +239,20 @@ def fit(kind: Any, folder: Path, plan: PrivacyPlan = NOISY, **settings: Any) -> 
     return {"error": error, "steps": trainer.global_step, "saved": list(folder.glob("*.ckpt"))}
 
 
-def test_a_module_that_leaves_all_alone_is_let_through(one_rank: Ranks, tmp_path: Path) -> None:
-    assert one_rank.run(fit, Plain, tmp_path)[0]["error"] is None
+class WithoutOptimizer(Plain):
+    """Only its tables learn."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Plain, WithoutOptimizer])
+def test_a_module_that_leaves_all_alone_is_let_through(
+    one_rank: Ranks, tmp_path: Path, kind: Any
+) -> None:
+    found = one_rank.run(fit, kind, tmp_path)[0]
+    assert found["error"] is None
+    assert found["steps"] == 6
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
