@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 from lightning_dpsparse import DPSGD, LazyDP, PrivacyPlan, Users
 from lightning_dpsparse.plugin.probe import coupling
 from lightning_dpsparse.sharded.examples import take_examples
+from tests.private import Batches
 from tests.private_runs import BATCH, SIZE, Marked, marked_loader
 from tests.ranks import Ranks
 from tests.small import SmallModule, collate, make_trainer, snapshot
@@ -382,6 +383,24 @@ def test_all_ranks_refuse_together(two_ranks: Ranks, tmp_path: Path, name: str) 
 
 def gathers(folder: Path) -> dict[str, Any]:
     return fit("", folder, 2, module=GathersRanks())
+
+
+def beside_nobody(folder: Path, name: str) -> dict[str, Any]:
+    """One rank has no examples in the first step, the other none in the second."""
+    sizes = [[9, 0], [0, 5], [3, 40]]
+    plan = PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, sampling="unamplified", expected_batch_size=20
+    )
+    loader = Batches(sizes, torch.distributed.get_rank())
+    return fit(name, folder, 2, plan, loader)
+
+
+def test_a_rank_without_examples_keeps_step(two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks.run(beside_nobody, tmp_path, "as_it_is"):
+        assert found["error"] is None
+        assert found["steps"] == 3
+    for found in two_ranks.run(beside_nobody, tmp_path, "minus_detached_mean"):
+        assert "others change when some are" in found["error"]
 
 
 def test_examples_of_other_ranks_count_as_others(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ class Probe:
         self._size = size_of(delivery.batch, delivery.num_examples)
         self._coins = random.Random(self._seed)
         self._takes_empty = False
-        self._kept_base: tuple[Any, bool, Observation, list[Seen]] | None = None
-        """What others are compared with: whose it is, whether draws were alike, what was seen."""
+        self._seen_of_base: dict[bool, tuple[Observation, list[Seen]]] = {}
+        """Of the batch that others are compared with, by whether draws were all alike."""
         everyone = list(range(self._size)) if leaders is None else list(leaders)
         step = max(1, len(everyone) // _FEW)
         self._chosen = everyone[::step][:_FEW]
@@ -140,10 +140,11 @@ class Probe:
         first = self._observe(base)
         yield self._is_repeatable(first, self._observe(base))
         yield from self._codes(first)
-        for drawn in self._halves():
+        for number, drawn in enumerate(self._halves()):
             others = self._others(drawn)
             replaced = self._batch_of(source, [self._chosen[i] for i in others])
-            yield from self._compare(base, replaced, drawn, "replaced by others")
+            how, again = "replaced by others", number > 0
+            yield from self._compare(base, replaced, drawn, how, again=again)
         for position in self._chosen[:_ALIKE] + [0] * (_ALIKE - len(self._chosen[:_ALIKE])):
             yield from self._among_alike(source, position)
         yield self._is_seen(first, self._observe(replaced), base, drawn, others)
@@ -201,12 +202,17 @@ class Probe:
         with same_draws(self._seed):
             return source.batch(positions)
 
-    def _compare(self, base: Any, other: Any, drawn: list[int], how: str) -> list[str]:
+    def _compare(
+        self, base: Any, other: Any, drawn: list[int], how: str, *, again: bool = False
+    ) -> list[str]:
         """Nobody but those drawn may change, in the forward pass or in the backward pass.
 
         Where sequences are padded to the longest, another batch has other shapes, and so other
-        draws for dropout: what is found must be found again with draws that are all alike.
+        draws for dropout: what is found must be found again with draws that are all alike. `again`
+        says that the base is the last comparison's.
         """
+        if not again:
+            self._seen_of_base = {}
         found = list(self._differences(base, other, drawn, how, constant=False))
         if any(on_every_rank(bool(found))):
             found = list(self._differences(base, other, drawn, how, constant=True))
@@ -215,11 +221,10 @@ class Probe:
     def _differences(
         self, base: Any, batch: Any, drawn: list[int], how: str, *, constant: bool
     ) -> Iterator[str]:
-        kept_base = self._kept_base
-        if kept_base is None or kept_base[0] is not base or kept_base[1] != constant:
+        if constant not in self._seen_of_base:
             first = self._observe(base, constant=constant)
-            kept_base = self._kept_base = base, constant, first, _all_sent_back(first)
-        first, before = kept_base[2:]
+            self._seen_of_base[constant] = first, _all_sent_back(first)
+        first, before = self._seen_of_base[constant]
         other = self._observe(batch, constant=constant)
         after = _all_sent_back(other)
         kept = _mask(len(first.loss_n), drawn, value=False)
