@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,12 +30,19 @@ _BY_HAND = (
     "scheduler's. If training data decided how, that is not accounted for."
 )
 
+_OWN_SCHEDULE = (
+    "Schedulers are stepped by lr_scheduler_step of the module's own. If training data decides "
+    "how, that is not accounted for."
+)
+
 
 class OptimizerWatch:
     """Of one run: everything in its optimizers but the parameters."""
 
     def __init__(self, trainer: Trainer, taint: Callable[[str], None]) -> None:
         self._trainer, self._taint = trainer, taint
+        if is_overridden("lr_scheduler_step", trainer.lightning_module):
+            taint(_OWN_SCHEDULE)
         self.note()
 
     def optimizers(self) -> list[Optimizer]:
@@ -71,17 +79,25 @@ class OptimizerWatch:
                 }
 
     def _is_by_schedule(self, now: list[dict[str, Any]]) -> bool:
-        """Learning rates must be what a scheduler set last; other settings, there must be one."""
+        """Learning rates must be what a scheduler set last. Momentum may cycle with one."""
         rates: list[Any] = []
         for config in self._trainer.lr_scheduler_configs:
             rates += [_plain(rate) for rate in getattr(config.scheduler, "_last_lr", [])]
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BackboneFinetuning):  # which follows the epoch
                 rates.append(callback.previous_backbone_lr)
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        may_cycle = any(getattr(scheduler, "cycle_momentum", False) for scheduler in schedulers)
+        free = ("lr", "momentum", "betas") if may_cycle else ("lr",)
         return all(
-            found == before or (bool(rates) and found.get("lr") in (before.get("lr"), *rates))
+            found.get("lr") in (before.get("lr"), *rates)
+            and _without(found, free) == _without(before, free)
             for found, before in zip(now, self._settings)  # groups that are new may be set at will
         )
+
+
+def _without(settings: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _plain(value: Any) -> Any:

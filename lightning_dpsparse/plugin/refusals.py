@@ -157,7 +157,7 @@ def one_loss_per_example(loss: Tensor) -> Tensor:
     if loss.ndim == 1:
         return loss
     raise ValueError(
-        f"Expected one loss per example (1-D), found shape {tuple(loss.shape)}. Return the loss "
+        f"Expected one loss per example (1-D), found {loss.ndim} dimensions. Return the loss "
         "with reduction='none', reduced over everything but the batch."
     )
 

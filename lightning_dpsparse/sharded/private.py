@@ -157,8 +157,8 @@ class PrivateSteps:
         if self._num_examples is not None and self._seen != self._num_examples:
             raise ValueError(
                 "Expected the examples that were drawn for this step, found another number of "
-                f"them: {self._seen:,}, not {self._num_examples:,}. Leave none out and add none: "
-                "give an example that should not count a loss of zero."
+                "them. Leave none out and add none: give an example that should not count a loss "
+                "of zero."
             )
         sums, reads, ranks = self._sums, all_reads(self._collections), self._ranks(loss_n)
         assert sums is not None
@@ -206,8 +206,8 @@ class PrivateSteps:
         """
         if unit_sizes is not None and min(unit_sizes, default=1) < 1:
             raise ValueError(
-                f"Expected at least one example of every user, found {min(unit_sizes)}. Leave out "
-                "users without examples."
+                "Expected at least one example of every user, found none of some. Leave out users "
+                "without examples."
             )
         self._step, self._sums, self._unit_sizes = step, None, unit_sizes
         self._num_examples, self._seen, self._is_open = num_examples, 0, True
@@ -336,8 +336,8 @@ class PrivateSteps:
         for collection in self._collections:
             if collection.local_size != loss_n.numel():
                 raise ValueError(
-                    f"Expected one loss for each of the {collection.local_size:,} examples that "
-                    f"{collection._module_fqn!r} read, in order, found {loss_n.numel():,} losses. "
+                    "Expected one loss for each of the examples that "
+                    f"{collection._module_fqn!r} read, in order, found another number of losses. "
                     "Leave no example out: multiply the loss of one that should not count by zero."
                 )
 
@@ -355,9 +355,8 @@ class PrivateSteps:
         sizes = torch.tensor(self._unit_sizes, dtype=torch.int64)
         if sizes.sum() != loss_n.numel():
             raise ValueError(
-                f"Expected unit sizes that add up to the {loss_n.numel()} losses of this rank, "
-                f"found {len(sizes)} users with {int(sizes.sum())} examples. Give the number of "
-                "examples of each user, in the order of the batch."
+                "Expected unit sizes that add up to the losses of this rank, found others. Give "
+                "the number of examples of each user, in the order of the batch."
             )
         all_B = torch.arange(ranks.num_examples, device=loss_n.device)
         # Padding leads itself, and makes the ranks' pieces equal in size.

@@ -239,13 +239,42 @@ def test_a_rate_that_a_batch_decides_is_refused(one_rank: Ranks, tmp_path: Path)
         one_rank.run(taints, tmp_path, SetsRateInStep())
 
 
+class StepsByLoss(Watching):
+    """A schedule that monitors what is public, and is stepped with what is not."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        schedule = {"scheduler": plateau, "monitor": "epsilon", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {**schedule, "strict": False}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(self.losses[-1])
+
+
+def test_a_schedule_that_the_module_steps_itself_is_listed(one_rank: Ranks, tmp_path: Path) -> None:
+    found, _ = one_rank.run(taints, tmp_path, StepsByLoss())[0]
+    assert any("lr_scheduler_step of the module's own" in taint for taint in found)
+
+
+def test_momentum_that_cycles_with_a_schedule_is_not_listed(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    assert one_rank.run(taints, tmp_path, Cycles())[0][0] == []
+
+
+class Cycles(Watching):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
 @pytest.mark.parametrize("kind", [SetsRateBetween, SetsMomentum])
 @pytest.mark.parametrize("schedule", ["", "cosine"])
 def test_settings_that_are_changed_by_hand_are_listed(
     one_rank: Ranks, tmp_path: Path, kind: Any, schedule: str
 ) -> None:
-    if kind is SetsMomentum and schedule:
-        pytest.skip("OneCycleLR moves it, and others may")
     (found,), _ = one_rank.run(taints, tmp_path, kind(schedule=schedule))[0]
     assert "setting was changed by code other than a scheduler's" in found
 

@@ -189,10 +189,10 @@ def train_on_four_examples(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([2, 0, 2], "Expected at least one example of every user, found 0"),
-        ([2, 1], "add up to the 4 losses of this rank, found 2 users with 3 examples"),
-        ([], "add up to the 4 losses of this rank, found 0 users with 0 examples"),
-        ([4, 1], "add up to the 4 losses of this rank, found 2 users with 5 examples"),
+        ([2, 0, 2], "Expected at least one example of every user, found none"),
+        ([2, 1], "add up to the losses of this rank"),
+        ([], "add up to the losses of this rank"),
+        ([4, 1], "add up to the losses of this rank"),
     ],
     ids=str,
 )

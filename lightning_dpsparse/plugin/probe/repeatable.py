@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,6 +166,3 @@ def shaken(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[None]:
     finally:
         for parameter, original in zip(parameters, originals):
             parameter.data = original
-
-
-Run = Callable[[], Any]
