@@ -80,13 +80,11 @@ class OptimizerWatch:
 
     def _is_by_schedule(self, now: list[dict[str, Any]]) -> bool:
         """Learning rates must be what a scheduler set last. Momentum may cycle with one."""
-        rates: list[Any] = []
-        for config in self._trainer.lr_scheduler_configs:
-            rates += [_plain(rate) for rate in getattr(config.scheduler, "_last_lr", [])]
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        rates = [_plain(rate) for s in schedulers for rate in getattr(s, "_last_lr", [])]
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BackboneFinetuning):  # which follows the epoch
                 rates.append(callback.previous_backbone_lr)
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         may_cycle = any(getattr(scheduler, "cycle_momentum", False) for scheduler in schedulers)
         free = ("lr", "momentum", "betas") if may_cycle else ("lr",)
         return all(

@@ -32,7 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_dpsparse import DPSGD, AdaFEST, LazyDP, PrivacyPlan
 from lightning_dpsparse.plugin.deliveries import Deliveries, delivered
 from lightning_dpsparse.sharded.examples import take_examples
-from tests.plugin.test_probe import Model
+from tests.plugin.coupling import Model
 from tests.private_runs import BATCH, SIZE, Marked, marked_loader
 from tests.ranks import Ranks
 from tests.small import collate, make_trainer, snapshot

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 
 from lightning_dpsparse import DPSGD, LazyDP, PrivacyPlan
-from tests.plugin.test_probe import Model
+from tests.plugin.coupling import Model
 from tests.private_runs import BATCH, marked_loader
 from tests.ranks import Ranks
 from tests.small import make_trainer, snapshot

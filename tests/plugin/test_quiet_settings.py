@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_dpsparse import DPSGD, PrivacyPlan
-from tests.plugin.test_probe import Model
+from tests.plugin.coupling import Model
 from tests.private_runs import marked_loader
 from tests.ranks import Ranks
 from tests.small import NUM_COUNTS, make_trainer
