@@ -80,7 +80,8 @@ def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
         return None
     largest = largest_of(weights)
     fine = math.ldexp(1.0, math.floor(math.log2(noise_stddev / _ENOUGH_NOISE)))
-    grid = max(least_grid(largest), fine)
+    least = math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - _HELD)
+    grid = max(least, fine)
     if not is_felt(noise_stddev, grid):
         raise ValueError(
             f"Expected noise of at least {_LEAST_NOISE * grid:.2g} on the weights in a step, found "
@@ -94,11 +95,6 @@ def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
 def largest_of(weights: list[Tensor]) -> float:
     extremes = [torch.stack(w.aminmax()) for w in weights if w.numel()]
     return float(torch.cat(extremes).abs().max()) if extremes else 0.0
-
-
-def least_grid(largest: float) -> float:
-    """The finest on which float32 holds weights of four times the largest."""
-    return math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - _HELD)
 
 
 def has_room(largest: float, grid: float) -> bool:

@@ -22,7 +22,6 @@ from lightning_dpsparse.mechanisms.lazydp import (
     has_room,
     is_felt,
     largest_of,
-    least_grid,
     payment_grid,
 )
 from lightning_dpsparse.noise.grid import grid_of
@@ -166,11 +165,14 @@ class KernelDebts:
     def note_all_paid(self) -> None:
         """Weights that have outgrown their grid, and now can be shown, get a coarser one."""
         self._all_paid_through = self._clock.now
-        if self.grid is not None:
-            largest = largest_of(self._weights)
-            if not has_room(largest, self.grid):
-                with self.paying():
-                    self._put_on(least_grid(largest))
+        if self.grid is None:
+            return
+        largest, grid = largest_of(self._weights), self.grid
+        while not has_room(largest, grid):
+            grid *= 2.0
+        if grid != self.grid:
+            with self.paying():
+                self._put_on(grid)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from lightning_dpsparse import DPSGD, LazyDP, Placement
 from lightning_dpsparse.mechanisms import lazydp
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.seam import Seam
+from tests.plugin.test_lazydp import unmoved
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
 from tests.private import Batches, plan
 from tests.ranks import Ranks
@@ -64,7 +65,8 @@ def fit(
         **trainer,
     )
     rank = torch.distributed.get_rank() if world > 1 else None
-    maker.fit(module, Batches(SIZES, rank), ckpt_path=resume)
+    with unmoved():
+        maker.fit(module, Batches(SIZES, rank), ckpt_path=resume)
     return snapshot(module)
 
 
@@ -92,7 +94,7 @@ def test_a_checkpoint_on_disk_is_fully_paid(two_ranks: Ranks, name: str, tmp_pat
             for kind in ("eager", "lazy")
         )
         assert sum("embedding_bags" in key for key in eager) == 4
-        assert_close(lazy, eager, 1e-5)
+        assert_close(lazy, eager, 1e-6)
 
 
 def test_a_run_goes_on_with_other_ranks_and_another_placement(
@@ -109,7 +111,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_placement(
         resume=tmp_path / "step=10.ckpt",
         default_root_dir=str(tmp_path),
     )
-    assert_close(assemble(found), assemble(expected), 1e-5)
+    assert_close(assemble(found), assemble(expected), 1e-6)
 
 
 def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool, module: Breaking | None = None) -> Any:
@@ -134,13 +136,13 @@ def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool, module: Breaking | 
 def test_a_run_that_failed_has_paid(one_rank: Ranks, go_on: bool) -> None:
     eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=go_on)
     lazy = one_rank.run(broken_off, LAZY, unpaid=False, go_on=go_on)
-    assert_close(assemble(lazy), assemble(eager), 1e-5)
+    assert_close(assemble(lazy), assemble(eager), 1e-6)
 
 
 def test_debts_of_a_run_that_could_not_pay_are_not_forgotten(one_rank: Ranks) -> None:
     eager = one_rank.run(broken_off, EAGER, unpaid=False, go_on=True)
     lazy = one_rank.run(broken_off, LAZY, unpaid=True, go_on=True)
-    assert_close(assemble(lazy), assemble(eager), 1e-5)
+    assert_close(assemble(lazy), assemble(eager), 1e-6)
 
 
 def look_after_a_failure(mechanism: Any, sequences: tuple[str, ...], *, unpaid: bool) -> Any:
@@ -197,7 +199,7 @@ def interrupted() -> Any:
 def test_an_interrupted_payment_goes_on_and_nobody_pays_twice(one_rank: Ranks) -> None:
     [eager] = one_rank.run(fit, 1, Placement(), EAGER)
     [lazy] = one_rank.run(interrupted)
-    assert_close(assemble([lazy]), assemble([eager]), 1e-5)
+    assert_close(assemble([lazy]), assemble([eager]), 1e-6)
 
 
 class Bar:
