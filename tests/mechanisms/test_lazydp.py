@@ -13,7 +13,7 @@ from lightning_dpsparse import LazyDP
 from lightning_dpsparse.engine.deferred import Clock
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.lookups import Layout
-from lightning_dpsparse.mechanisms.lazydp import Debts
+from lightning_dpsparse.mechanisms.lazydp import Debts, is_felt, payment_grid
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 
@@ -133,3 +133,21 @@ def test_a_payment_that_failed_goes_on_and_nobody_pays_twice() -> None:
 def test_the_mechanism_promises_the_released_model_only() -> None:
     assert LazyDP.is_private
     assert "memory of the running job" in LazyDP.threat_model
+
+
+@pytest.mark.parametrize(("largest", "least"), [(0.1, 2.0**-21), (3.0, 2.0**-17)])
+def test_noise_that_weights_have_no_digits_for_is_refused(largest: float, least: float) -> None:
+    """Eight spacings of the grid on which float32 holds four times the largest weight."""
+    weights = [torch.full((3, 4), largest)]
+    grid = payment_grid(weights, least)
+    assert grid == least / 8
+    with pytest.raises(ValueError, match="have no digits left for it"):
+        payment_grid(weights, least * 0.99)
+    assert is_felt(least, grid)
+    assert not is_felt(least * 0.99, grid)  # where a schedule brings it there, the tables rest
+
+
+def test_a_grid_is_no_finer_than_noise_needs() -> None:
+    """Large noise: weights may grow to 256 of its standard deviations."""
+    assert payment_grid([torch.zeros(1, 1)], 1.0) == 2.0**-16
+    assert payment_grid([torch.zeros(1, 1)], 0.0) is None
