@@ -26,7 +26,7 @@ from lightning_dpsparse.audit.one_run import OneRunResult, one_run_audit
 from lightning_dpsparse.data import SyntheticData
 from lightning_dpsparse.engine import step as engine_step
 from lightning_dpsparse.engine.mechanism import Mechanism
-from lightning_dpsparse.engine.step import Clipped, Recipe
+from lightning_dpsparse.engine.step import Clipped, StepConfig
 from lightning_dpsparse.mechanisms.lazydp import payment_grid
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.noise.grid import grid_of
@@ -51,9 +51,9 @@ DELTA = 1e-6
 
 @contextmanager
 def noise_divided_by(divisor: float) -> Iterator[None]:
-    right = vars(Recipe)["noise_stddev"].fget
+    right = vars(StepConfig)["noise_stddev"].fget
     wrong = property(lambda recipe: right(recipe) / divisor)
-    with mock.patch.object(Recipe, "noise_stddev", wrong):
+    with mock.patch.object(StepConfig, "noise_stddev", wrong):
         yield
 
 

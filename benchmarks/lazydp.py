@@ -90,7 +90,7 @@ class Aged(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        private = private_run(trainer).steps
+        private = private_run(trainer).stepper
         assert private is not None
         for debts in _debts_of(pl_module):
             for step in range(self._steps):

@@ -49,7 +49,7 @@ from lightning_dpsparse.accounting.calibration import default_delta
 from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS
 from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.run_plan import resolve
 from lightning_dpsparse.sampling.poisson import Phase
@@ -123,7 +123,7 @@ def low_rank(rank: str, sparsity: float, seed: int, options: argparse.Namespace)
     plan = PrivacyPlan(epsilon=options.epsilon, delta=default_delta(len(x)), clip_norm=1.0)
     phase = Phase(0, len(x), rate, steps)
     run = resolve(plan, [phase], len(x), options.batch, steps)
-    recipe = Recipe(
+    recipe = StepConfig(
         plan.mechanism,
         plan.clipping,
         plan.clip_norm,

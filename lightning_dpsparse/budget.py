@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from lightning_dpsparse.accounting.calibration import most_steps
 from lightning_dpsparse.accounting.ledger import Journal, Ledger
-from lightning_dpsparse.accounting.losses import COARSE, FINE
+from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 
 GRID_POINTS = 16
@@ -18,7 +19,7 @@ _FAR = 1 << 20
 """Steps that epsilon is forecast for where training has no end."""
 
 
-class BudgetSpentError(RuntimeError):
+class BudgetSpentError(Refused):
     """A step was asked for that the budget does not cover."""
 
 

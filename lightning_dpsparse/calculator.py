@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dpsparse import report
+from lightning_dpsparse.refused import Refused
 
 _MECHANISMS = ("dpsgd", "lazydp", "adafest")
 _TIMES = (0.25, 1, 4, 16, 64)
@@ -84,7 +85,7 @@ def report_main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     found = sorted(options.run_dir.rglob(report.JSON_NAME), key=lambda p: p.stat().st_mtime)
     if not found:
-        raise ValueError(
+        raise Refused(
             f"Expected {report.JSON_NAME} in {options.run_dir} or below, found none. Every "
             "checkpoint of a private run has one; PrivacyReport writes one beside the logs."
         )
@@ -205,7 +206,7 @@ def _calibrated(run: dict[str, Any], epsilon: float) -> dict[str, Any]:
 
 def _table(run: dict[str, Any], epsilon: float, noise: float) -> list[dict[str, Any]]:
     """Other batch sizes that see as many examples in all."""
-    from lightning_dpsparse.accounting.losses import COARSE
+    from lightning_dpsparse.accounting.privacy_loss import COARSE
 
     rows = []
     for times in _TIMES:

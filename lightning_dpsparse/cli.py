@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.version import __version__
 
 _DESCRIPTION = """Train sharded TorchRec recommenders from YAML recipes.
@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif argv[0] in _TOOLS:
         try:
             _TOOLS[argv[0]](argv[1:])
-        except (ValueError, OSError) as error:
+        except Refused as error:
             sys.exit(f"error: {error}")
     else:
         _run_recipe(args)
@@ -54,19 +54,11 @@ def _run_recipe(args: Sequence[str] | None) -> None:
     ours = not torch.distributed.is_initialized()
     try:
         RecipeCLI(description=_DESCRIPTION, args=args)
-    except (ValueError, TypeError, OSError) as error:
-        if not _raised_here(error):
-            raise
+    except Refused as error:
         sys.exit(f"error: {error}")
     finally:
         if ours and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether this package refused something, in words meant for users: no traceback needed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _prepare(argv: list[str]) -> None:

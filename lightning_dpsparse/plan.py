@@ -17,6 +17,7 @@ from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import GumbelHistogram, Histogram
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import Phase
 
 _SOURCES: dict[str, Callable[[RunKey], NoiseSource]] = {
@@ -45,7 +46,7 @@ class Users:
 
     def __post_init__(self) -> None:
         if self.max_examples < 1:
-            raise ValueError(f"Expected max_examples >= 1, found {self.max_examples}.")
+            raise Refused(f"Expected max_examples >= 1, found {self.max_examples}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,29 +119,27 @@ class PrivacyPlan:
         object.__setattr__(self, "taints", tuple(self.taints))  # lists, from YAML
         for name in ("assume_independent_examples", "assume_post_processing"):
             if getattr(self, name) is not None and not str(getattr(self, name)).strip():
-                raise ValueError(f"Expected a reason in {name}, found none. Say why, or leave it.")
+                raise Refused(f"Expected a reason in {name}, found none. Say why, or leave it.")
         self._check_noise()
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
-            raise ValueError(
-                f"Expected expected_batch_size >= 1, found {self.expected_batch_size}."
-            )
+            raise Refused(f"Expected expected_batch_size >= 1, found {self.expected_batch_size}.")
         if self.days_per_period < 1 or (self.days_per_period > 1 and not self.by_day):
-            raise ValueError(
+            raise Refused(
                 f"Expected days_per_period >= 1, and by_day with more than one, found "
                 f"{self.days_per_period} with by_day={self.by_day}."
             )
         if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise ValueError(f"Expected max_batch_size >= 1, found {self.max_batch_size}.")
+            raise Refused(f"Expected max_batch_size >= 1, found {self.max_batch_size}.")
         if self.sampling != "poisson" and (
             self.max_batch_size is not None or self.by_day or isinstance(self.unit, Users)
         ):
-            raise ValueError(
+            raise Refused(
                 f"Expected sampling='poisson' with max_batch_size, by_day or users, found "
                 f"{self.sampling!r}."
             )
         self._check_mechanism()
         if self.max_batch_size is not None and self._counts_examples_of_users:
-            raise ValueError(
+            raise Refused(
                 "Expected no max_batch_size where users' examples are drawn one by one: there is "
                 "no event for it. Draw whole users."
             )
@@ -149,7 +148,7 @@ class PrivacyPlan:
         name, selection = type(self.mechanism).__name__, selection_of(self.mechanism)
         special = self.max_batch_size is not None or self._counts_examples_of_users
         if special and not events.is_gaussian(self.mechanism.event(1.0)):
-            raise ValueError(
+            raise Refused(
                 f"Expected plain Poisson samples with {name}, found max_batch_size or users whose "
                 "examples are drawn one by one: there is no event for both. Leave max_batch_size "
                 "out, or draw whole users."
@@ -157,47 +156,45 @@ class PrivacyPlan:
         if selection is None or not isinstance(selection.frequencies, Histogram):
             return
         if selection.renew and not self.by_day:
-            raise ValueError(
+            raise Refused(
                 f"Expected by_day=True where {name} renews its selection, found False: there are "
                 "no periods to renew it for."
             )
         if self.sampling == "unamplified":
-            raise ValueError(
+            raise Refused(
                 f"Expected a data set that can be read in order where {name} counts ids, found "
                 "sampling='unamplified'. Use sampling='poisson', or PublicFrequencies."
             )
         if isinstance(selection.frequencies, GumbelHistogram) and isinstance(self.unit, Users):
-            raise ValueError(
+            raise Refused(
                 "Expected unit='example' with GumbelHistogram, found users: what it costs when a "
                 "count moves by more than one is not known. Use NoisyHistogram."
             )
 
     def _check_noise(self) -> None:
         if not self.clip_norm > 0:
-            raise ValueError(f"Expected clip_norm > 0, found {self.clip_norm}.")
+            raise Refused(f"Expected clip_norm > 0, found {self.clip_norm}.")
         if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError(
-                "Expected epsilon or noise_multiplier, found neither. Set one of them."
-            )
+            raise Refused("Expected epsilon or noise_multiplier, found neither. Set one of them.")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
-            raise ValueError(f"Expected epsilon > 0, found {self.epsilon}.")
+            raise Refused(f"Expected epsilon > 0, found {self.epsilon}.")
         if self.delta is not None and not 0 < self.delta < 1:
-            raise ValueError(f"Expected delta between 0 and 1, found {self.delta}.")
+            raise Refused(f"Expected delta between 0 and 1, found {self.delta}.")
         if self.epsilon is not None and not self.mechanism.is_private:
-            raise ValueError(
+            raise Refused(
                 f"Expected a private mechanism for epsilon={self.epsilon}, found "
                 f"{type(self.mechanism).__name__}, which is not differentially private. Set "
                 "noise_multiplier instead."
             )
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(f"Expected noise_multiplier >= 0, found {self.noise_multiplier}.")
+            raise Refused(f"Expected noise_multiplier >= 0, found {self.noise_multiplier}.")
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
-            raise ValueError(
+            raise Refused(
                 f"Expected a finite clip_norm with noise, found {self.clip_norm}: the noise would "
                 "be infinite. Set noise_multiplier to 0 to compare with plain training."
             )
         if self.epsilon is not None and self.noise_multiplier == 0:
-            raise ValueError(
+            raise Refused(
                 f"Expected noise for epsilon={self.epsilon}, found noise_multiplier=0. Leave one "
                 "of them out."
             )

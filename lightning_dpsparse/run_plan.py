@@ -12,9 +12,10 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import calibrate, check_delta, default_delta
 from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import Phase
 
 
@@ -91,14 +92,14 @@ class RunPlan:
         days = [f"{p.first:,} to {p.stop:,}" for p in self.phases if p.name is not None]
         return f"{self.plan.adjacency}{', living in one of ' if days else ''}{'; '.join(days)}"
 
-    def take_up(self, ledger: Ledger) -> None:
+    def continue_ledger(self, ledger: Ledger) -> None:
         """Before a run begins or goes on.
 
         A pass in fixed order that was broken off costs like a new one. A ledger that protects
         somebody else is refused.
         """
         if ledger.protects is not None and ledger.protects != self.protects:
-            raise ValueError(
+            raise Refused(
                 f"Expected to go on protecting {ledger.protects!r}, found a plan that protects "
                 f"{self.protects!r}: what was charged before says nothing about it. Keep unit, "
                 "sampling and days, or start anew."
@@ -119,7 +120,7 @@ def resolve(
 ) -> RunPlan:
     """Give a plan its data and model: choose delta, and the noise that the target asks for."""
     if plan.delta is None and num_units is None:
-        raise ValueError(
+        raise Refused(
             "Expected delta, or a data set of known size to choose it by, found neither. Set delta "
             "in the privacy plan."
         )
@@ -131,7 +132,11 @@ def resolve(
         release = events.not_private()
 
     def at(noise_multiplier: float) -> RunPlan:
-        mechanism = plan.mechanism.settled(noise_multiplier, tables) if tables else plan.mechanism
+        mechanism = (
+            plan.mechanism.resolve_thresholds(noise_multiplier, tables)
+            if tables
+            else plan.mechanism
+        )
         return RunPlan(
             replace(plan, mechanism=mechanism),
             tuple(phases),
@@ -149,12 +154,12 @@ def resolve(
         return at(plan.noise_multiplier)
     assert plan.epsilon is not None
     if plan.fixed_key is not None:
-        raise ValueError(
+        raise Refused(
             f"Expected secret noise for epsilon={plan.epsilon}, found fixed_key. Set "
             "noise_multiplier instead."
         )
     if planned_steps is None:
-        raise ValueError(
+        raise Refused(
             f"Expected a number of steps to calibrate epsilon={plan.epsilon} for, found training "
             "without end. Set max_steps or max_epochs, or noise_multiplier too."
         )

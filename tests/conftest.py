@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 # Files that take longest begin first, so that two workers end together.
 SLOW = (

@@ -12,8 +12,8 @@ import pytest
 from lightning_dpsparse import report
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.cli import main
-from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.report.facts import make_facts
 from lightning_dpsparse.run_plan import resolve
 from lightning_dpsparse.sampling.poisson import Phase
 

@@ -17,7 +17,7 @@ from lightning_dpsparse import __version__
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.doctor import diagnose, package_problems, report
 from lightning_dpsparse.recipe import RecipeCLI
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 
 # A layer may import those to its left, and itself.
 ORDER = [
+    "refused",
     "hashing",
     "noise",
     "accounting",
@@ -24,7 +25,6 @@ ORDER = [
     "budget",
     "version",
     "report",
-    "facts",
     "calculator",
     "sharded",
     "plugin",

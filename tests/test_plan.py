@@ -92,10 +92,10 @@ def test_fixed_order_costs_a_pass_when_it_begins(first: int, steps: int, passes:
 def test_a_pass_taken_up_again_costs_like_a_new_one() -> None:
     run = met(PrivacyPlan(noise_multiplier=1.0, sampling="fixed_order"), steps_per_pass=10)
     ledger = spent(run, 10)
-    run.take_up(ledger)
+    run.continue_ledger(ledger)
     assert ledger.entries[0].count == 1  # nothing was broken off
     ledger = spent(run, 4)
-    run.take_up(ledger)
+    run.continue_ledger(ledger)
     assert (ledger.entries[0].count, ledger.steps) == (2, 4)
 
 

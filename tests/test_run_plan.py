@@ -13,7 +13,7 @@ from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.ledger import Journal, Ledger
 from lightning_dpsparse.budget import Budget, forecast
 from lightning_dpsparse.engine.mechanism import Mechanism
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.adafest import AdaFEST
 from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
 from lightning_dpsparse.mechanisms.fest import FEST, AdaFESTPlus

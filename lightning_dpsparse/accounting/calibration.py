@@ -11,7 +11,8 @@ from dp_accounting.privacy_accountant import UnsupportedEventError
 from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
-from lightning_dpsparse.accounting.losses import COARSE, FINE, compose, losses_of
+from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE, compose, losses_of
+from lightning_dpsparse.refused import Refused
 
 Charges = Sequence[tuple[DpEvent, int]]
 """Events and how often each was run."""
@@ -61,7 +62,7 @@ def check_delta(delta: float, num_units: int) -> None:
     One that publishes a random unit as it is has (0, 1/N)-differential privacy.
     """
     if delta * num_units >= 1.0:
-        raise ValueError(
+        raise Refused(
             f"Expected delta below 1 / {num_units:,} (the number of units), found {delta:g}: at "
             "that delta somebody's data may be published as it is. Use "
             f"{default_delta(num_units):g}, or leave delta out."
@@ -135,14 +136,14 @@ def _bracket(excess: Callable[[float], float], low: float, high: float) -> tuple
     while excess(high) > 0:
         low, high = high, high * 1.5
         if high > 1e6:
-            raise ValueError(
+            raise Refused(
                 "Expected a budget that some noise can meet, found none below a noise multiplier "
                 "of a million. Take fewer steps, or a larger epsilon or delta."
             )
     while excess(low) <= 0:
         low, high = low / 1.5, low
         if low < 1e-3:
-            raise ValueError(
+            raise Refused(
                 "Expected a budget that needs noise, found one that the least noise meets. Take a "
                 "smaller epsilon."
             )

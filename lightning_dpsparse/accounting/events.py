@@ -21,6 +21,8 @@ from dp_accounting.dp_event import (
     TruncatedSubsampledGaussianDpEvent,
 )
 
+from lightning_dpsparse.refused import Refused
+
 
 @attr.s(frozen=True)
 class ExponentialDpEvent(DpEvent):
@@ -149,7 +151,7 @@ def to_data(event: DpEvent) -> dict[str, Any]:
 def from_data(data: Mapping[str, Any]) -> DpEvent:
     """The event that `to_data` wrote down. Only modules of events are ever imported."""
     if data["module_name"] not in ("dp_accounting.dp_event", __name__):
-        raise ValueError(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
+        raise Refused(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
     cls: Any = globals().get(data["class_name"]) or _named(data["class_name"])
     fields = {
         key: _event_or_value(value)

@@ -15,7 +15,8 @@ from dp_accounting.dp_event import DpEvent
 
 from lightning_dpsparse.accounting.calibration import Charges, epsilon_of
 from lightning_dpsparse.accounting.events import from_data, to_data
-from lightning_dpsparse.accounting.losses import FINE
+from lightning_dpsparse.accounting.privacy_loss import FINE
+from lightning_dpsparse.refused import Refused
 
 
 @dataclass
@@ -119,7 +120,7 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ValueError(
+            raise Refused(
                 f"Expected one training at a time to continue run {run}, found another process at "
                 "it. Both would spend the same budget. Wait for it, or stop it."
             ) from error

@@ -13,6 +13,7 @@ from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate, join, select
+from lightning_dpsparse.refused import Refused
 
 Ints = NDArray[np.int64]
 
@@ -100,7 +101,7 @@ def insert(data: ClickData, canaries: Clicks, which_E: Ints, *, is_numbered: boo
 def auditable(data: LightningDataModule | Any) -> ClickData:
     """`data`, or an error if canaries cannot be put into it."""
     if not isinstance(data, ClickData):
-        raise ValueError(
+        raise Refused(
             "Expected a data module derived from lightning_dpsparse.data.ClickData, found "
             f"{type(data).__name__}: canaries cannot be put into it. Derive from it, with a "
             "ClickDataset as train_set."

@@ -16,6 +16,7 @@ from lightning_dpsparse.audit.canaries import auditable
 from lightning_dpsparse.audit.one_run import one_run_audit
 from lightning_dpsparse.audit.secret_sharer import REPEATS, SecretSharer
 from lightning_dpsparse.recipe import RecipeCLI, quiet
+from lightning_dpsparse.refused import Refused
 
 _RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -25,9 +26,7 @@ def main(argv: list[str]) -> None:
     parser = _parser()
     options, overrides = parser.parse_known_args(argv)
     if not options.config.is_file():
-        raise ValueError(
-            f"Expected a recipe, found no file {options.config}. Name one with --config."
-        )
+        raise Refused(f"Expected a recipe, found no file {options.config}. Name one with --config.")
     quiet()
     ours = not torch.distributed.is_initialized()
     try:

@@ -24,11 +24,12 @@ from typing_extensions import override
 
 from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
 from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
-from lightning_dpsparse.audit.losses import losses_of
+from lightning_dpsparse.audit.example_losses import losses_of
 from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.plugin.strategy import DPSparseStrategy
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.private import from_rank_zero
 from lightning_dpsparse.sharded.shards import whole_table
 
@@ -192,7 +193,7 @@ def one_run_audit(
     """
     plan = _strategy(trainer).privacy
     if plan is None:
-        raise ValueError(
+        raise Refused(
             "Expected a recipe with a privacy plan, found none: there is no claim to audit. Set "
             "the strategy's privacy."
         )
@@ -238,7 +239,7 @@ def attacks_on_rows(row_MD: Tensor, world_size: int) -> Scores:
 
 def _strategy(trainer: Trainer) -> DPSparseStrategy:
     if not isinstance(trainer.strategy, DPSparseStrategy):
-        raise ValueError(
+        raise Refused(
             f"Expected DPSparseStrategy, found {type(trainer.strategy).__name__}. Audits are of "
             "runs that it trains."
         )

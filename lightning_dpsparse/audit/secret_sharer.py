@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_dpsparse.audit.canaries import auditable, insert, mark_as_audited
+from lightning_dpsparse.audit.example_losses import losses_of
 from lightning_dpsparse.audit.exposure import exposure_by_fit, exposure_by_rank
-from lightning_dpsparse.audit.losses import losses_of
 from lightning_dpsparse.data.batch import Clicks, select
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import add_exposures
 
 REPEATS = (1, 2, 3, 4, 5, 10, 20, 50, 100)
@@ -89,7 +90,7 @@ class SecretSharer(Callback):
         folder: str | None = None,
     ) -> None:
         if min(repeats) < 1 or canaries_per_repeat < 1 or references < 2:
-            raise ValueError(
+            raise Refused(
                 "Expected repeats and canaries_per_repeat of at least 1 and references of at least "
                 f"2, found {min(repeats)}, {canaries_per_repeat} and {references}."
             )

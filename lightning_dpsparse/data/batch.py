@@ -16,6 +16,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
+from lightning_dpsparse.refused import Refused
+
 # B examples, F categorical features, L ids in all bags together
 
 
@@ -137,7 +139,7 @@ class ClickData(LightningDataModule):
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ValueError(f"Expected batch_size of at least 1, found {batch_size}.")
+            raise Refused(f"Expected batch_size of at least 1, found {batch_size}.")
         self.batch_size, self.num_workers = batch_size, num_workers
 
     @staticmethod
@@ -170,12 +172,12 @@ class ClickData(LightningDataModule):
     def _loader(self, dataset: ClickDataset, *, train: bool = False) -> DataLoader[Clicks]:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         if self.batch_size % world_size:
-            raise ValueError(
+            raise Refused(
                 f"Expected batch_size to be a multiple of the {world_size} ranks that share it, "
                 f"found {self.batch_size}."
             )
         if train and len(dataset) < self.batch_size:
-            raise ValueError(
+            raise Refused(
                 f"Expected at least one batch of {self.batch_size} training examples, found "
                 f"{len(dataset)} examples. Lower batch_size."
             )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks
+from lightning_dpsparse.refused import Refused
 
 # B examples, F categorical features, C count features
 
@@ -43,7 +44,7 @@ class PreparedCriteo(ClickDataset):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         if not parts:
-            raise ValueError("Expected at least one part to read, found none.")
+            raise Refused("Expected at least one part to read, found none.")
         self.num_rows = _common_num_rows(parts)
         self._paths = [Path(part.path) / EXAMPLES_FILE for part in parts]
         self._arrays: list[NDArray[np.int32]] | None = None
@@ -52,7 +53,7 @@ class PreparedCriteo(ClickDataset):
         stops = [int(part.stop * size) for part, size in zip(parts, sizes)]
         self._ends = np.cumsum([stop - start for start, stop in zip(self._starts, stops)])
         if not self._ends[-1]:
-            raise ValueError(f"Expected examples in {[p.path for p in parts]}, found none.")
+            raise Refused(f"Expected examples in {[p.path for p in parts]}, found none.")
 
     @override
     def __len__(self) -> int:
@@ -97,19 +98,19 @@ def _common_num_rows(parts: Sequence[Part]) -> list[int]:
     found: dict[tuple[int, ...], str] = {}
     for part in parts:
         if not 0.0 <= part.start < part.stop <= 1.0:
-            raise ValueError(
+            raise Refused(
                 f"Expected 0 <= start < stop <= 1 for {part.path!r}, found {part.start} and "
                 f"{part.stop}."
             )
         meta = Path(part.path) / META_FILE
         if not meta.is_file():
-            raise FileNotFoundError(
+            raise Refused(
                 f"Expected a prepared Criteo directory at {part.path!r}, found no {META_FILE} in "
                 "it. Make it with: lightning-dpsparse prepare criteo FILE --output DIR"
             )
         found[tuple(json.loads(meta.read_text())["num_rows"])] = part.path
     if len(found) > 1:
-        raise ValueError(
+        raise Refused(
             f"Expected parts hashed into the same numbers of rows, found different ones in "
             f"{sorted(found.values())}. Prepare them with the same --num-rows."
         )

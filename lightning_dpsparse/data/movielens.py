@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate
 from lightning_dpsparse.data.ratings import Ratings, read_ratings
 from lightning_dpsparse.hashing import mix, salt, unit
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.units import Ints
 
 # N watches, U users (U1: one more), T watches of a user, B examples, L ids in all bags
@@ -69,7 +70,7 @@ class Timelines:
         Guarantees: who else is there, and any seed, has no say in a user's side.
         """
         if not 0 < train_share < 1:
-            raise ValueError(f"Expected train_share between 0 and 1, found {train_share}.")
+            raise Refused(f"Expected train_share between 0 and 1, found {train_share}.")
         trains_U = unit(mix(self.users_U.astype(np.uint64) ^ salt(_SPLIT))) < train_share
         return self.only(trains_U), self.only(~trains_U)
 
@@ -104,7 +105,7 @@ class MovieLensWindows(ClickDataset):
         seed: int = 0,
     ) -> None:
         if context_length < 1 or (examples_per_user is not None and examples_per_user < 1):
-            raise ValueError(
+            raise Refused(
                 f"Expected context_length and examples_per_user of at least 1, found "
                 f"{context_length} and {examples_per_user}. None takes all windows."
             )

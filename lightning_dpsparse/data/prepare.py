@@ -27,6 +27,7 @@ from lightning_dpsparse.data.criteo import (
     NUM_COUNTS,
 )
 from lightning_dpsparse.hashing import mix, salt
+from lightning_dpsparse.refused import Refused
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _BLOCK_BYTES = 16 << 20
@@ -61,14 +62,14 @@ def prepare_criteo(
 ) -> Prepared:
     """Write `output`/examples.npy (one row of 40 integers per example) and `output`/meta.json."""
     if len(num_rows) != NUM_CATEGORICAL or min(num_rows) < 2:
-        raise ValueError(
+        raise Refused(
             f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a "
             f"missing value), found {list(num_rows)}."
         )
     if not source.is_file():
-        raise FileNotFoundError(f"Expected a Criteo file at {str(source)!r}, found none.")
+        raise Refused(f"Expected a Criteo file at {str(source)!r}, found none.")
     if source.stat().st_size == 0:
-        raise ValueError(f"Expected a Criteo file, found {str(source)!r} empty.")
+        raise Refused(f"Expected a Criteo file, found {str(source)!r} empty.")
     output.mkdir(parents=True, exist_ok=True)
     partial = (
         output / f"{EXAMPLES_FILE}.partial"
@@ -87,7 +88,7 @@ def prepare_criteo(
             file.seek(0)
             _write_header(file, examples)
         if not examples:
-            raise ValueError(_nothing_valid(source, malformed))
+            raise Refused(_nothing_valid(source, malformed))
         prepared = Prepared(source.name, list(num_rows), examples, clicks, malformed)
         (output / META_FILE).write_text(json.dumps(asdict(prepared), indent=2) + "\n")
         partial.rename(output / EXAMPLES_FILE)
@@ -149,7 +150,7 @@ def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator
                 bar.update(raw.tell() - bar.n)
                 yield batch.columns
         except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(
+            raise Refused(
                 f"Expected {COLUMNS} tab-separated columns in {str(source)!r}, found something "
                 f"else ({str(error).splitlines()[0]}). Is it a Criteo file, and does its ending "
                 "name its compression?"

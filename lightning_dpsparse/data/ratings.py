@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.units import Ints
 
 # N ratings, R movies
@@ -50,7 +51,7 @@ def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
     is_known_N = movies_R[rows_N] == movies_N
     if not is_known_N.all():
         line = int(np.argmin(is_known_N)) + (2 if file.suffix == ".csv" else 1)
-        raise ValueError(
+        raise Refused(
             f"Expected movies of a catalogue of {movies_R.size:,} in {str(file)!r}, found another "
             f"in line {line}. Take the movies file of the same release, or raise num_items."
         )
@@ -61,7 +62,7 @@ def _ratings_file(path: Path) -> Path:
     for file in (path, path / "ratings.csv", path / "ratings.dat"):
         if file.is_file() and file.suffix in _SEPARATOR:
             return file
-    raise FileNotFoundError(
+    raise Refused(
         f"Expected MovieLens at {str(path)!r}, a folder with ratings.csv and movies.csv (20M, "
         "latest) or ratings.dat and movies.dat (1M), found none. Get it from "
         "https://grouplens.org/datasets/movielens/ and unpack it."
@@ -84,7 +85,7 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
     if not table or tuple(table.column_names) != _COLUMNS:
         line = _malformed_line(file)
         found = "none" if line is None else f"something else in line {line}"
-        raise ValueError(
+        raise Refused(
             f"Expected ratings as columns {', '.join(_COLUMNS)} in {str(file)!r}, with a header if "
             f"its name ends in .csv, found {found}. Unpack the release again."
         )
@@ -108,7 +109,7 @@ def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         if num_items is None or num_items < 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected movies.csv or movies.dat beside {str(ratings)!r}, or num_items, found "
                 f"none and {num_items}. Say, from public knowledge, how many movies there are."
             )
@@ -118,14 +119,14 @@ def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
     first = int(heads[:1] == [b"movieId"])
     for number, head in enumerate(heads[first:], start=first + 1):
         if not head.isdigit():
-            raise ValueError(
+            raise Refused(
                 f"Expected a movie's number at the beginning of line {number} of {str(file)!r}, "
                 "found something else. Unpack the release again."
             )
     movies_R = np.array(heads[first:], dtype=np.int64)
     distinct = np.unique(movies_R).size
     if not 0 < distinct == movies_R.size == (num_items or distinct):
-        raise ValueError(
+        raise Refused(
             f"Expected {num_items or 'some'} movies in {str(file)!r}, each once, found {distinct} "
             f"in {movies_R.size} lines. Unpack the release again, and leave num_items out."
         )

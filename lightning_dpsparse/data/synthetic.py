@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks
 from lightning_dpsparse.hashing import U64, mix, salt, unit
+from lightning_dpsparse.refused import Refused
 
 # B examples, F categorical features, M most ids in a bag, C count features
 
@@ -63,7 +64,7 @@ class SyntheticClicks(ClickDataset):
         click_rate: float = 0.2,
     ) -> None:
         if not 0.0 <= drift <= 1.0:
-            raise ValueError(f"Expected drift between 0 and 1, found {drift}.")
+            raise Refused(f"Expected drift between 0 and 1, found {drift}.")
         self.start, self.stop, self.num_rows = start, stop, num_rows
         self.examples_per_day, self.seed, self.zipf = examples_per_day, seed, zipf
         self.max_ids_per_bag, self.drift = max_ids_per_bag, drift

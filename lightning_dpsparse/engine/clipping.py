@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.refused import Refused
+
 # B examples, K groups of parameters
 
 
@@ -64,7 +66,7 @@ class AutomaticClipping(Clipping):
 
     def __post_init__(self) -> None:
         if self.stability <= 0:
-            raise ValueError(f"Expected stability > 0, found {self.stability}.")
+            raise Refused(f"Expected stability > 0, found {self.stability}.")
 
     def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         return _finite(clip_norm / (squares_KB.sqrt() + self.stability))
@@ -84,7 +86,7 @@ class GroupClipping(Clipping):
 
     def __post_init__(self) -> None:
         if not self.shares or min(self.shares.values()) <= 0:
-            raise ValueError(f"Expected positive shares, found {dict(self.shares)}.")
+            raise Refused(f"Expected positive shares, found {dict(self.shares)}.")
 
     @property
     def num_groups(self) -> int:
@@ -96,7 +98,7 @@ class GroupClipping(Clipping):
         for name in names:
             match = next((k for k, p in enumerate(patterns) if fnmatchcase(name, p)), None)
             if match is None:
-                raise ValueError(
+                raise Refused(
                     f"Expected every parameter to belong to a group, found none for {name!r} among "
                     f"{patterns}. Add a pattern, or '*' at the end."
                 )

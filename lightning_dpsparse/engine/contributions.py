@@ -69,21 +69,21 @@ class OneEach:
 
 
 def contributions(
-    bags: Bags, leader_B: Tensor | None = None, among_U: Tensor | None = None
+    bags: Bags, first_of_unit_B: Tensor | None = None, among_U: Tensor | None = None
 ) -> Contributions:
     """Of all rows that were read, or of those that `among_U` holds."""
-    if bags.reads_every_table_once and leader_B is None and among_U is None:
+    if bags.reads_every_table_once and first_of_unit_B is None and among_U is None:
         return OneEach(bags)
-    pairs = _pairs(bags, leader_B)
+    pairs = _pairs(bags, first_of_unit_B)
     if among_U is None:
         return pairs
     among_P = among_U[pairs.position_P]
     return replace(pairs, position_P=pairs.position_P[among_P], unit_P=pairs.unit_P[among_P])
 
 
-def _pairs(bags: Bags, leader_B: Tensor | None) -> Pairs:
-    position_L, unit_L = _in_order(bags, leader_B)
-    if not bags.reads_every_table_once or leader_B is not None:
+def _pairs(bags: Bags, first_of_unit_B: Tensor | None) -> Pairs:
+    position_L, unit_L = _in_order(bags, first_of_unit_B)
+    if not bags.reads_every_table_once or first_of_unit_B is not None:
         size = max(1, bags.num_examples)
         key_P = torch.unique(position_L * size + unit_L)
         position_L = key_P // size
@@ -91,10 +91,10 @@ def _pairs(bags: Bags, leader_B: Tensor | None) -> Pairs:
     return Pairs(position_L, unit_L, bags.runs.row_U.numel(), bags.num_examples)
 
 
-def _in_order(bags: Bags, leader_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def _in_order(bags: Bags, first_of_unit_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """Row and unit of every lookup, sorted by row."""
     example_L = bags.bag_L[bags.runs.order_L] % max(1, bags.num_examples)
-    unit_L = example_L if leader_B is None else leader_B[example_L]
+    unit_L = example_L if first_of_unit_B is None else first_of_unit_B[example_L]
     return bags.runs.sorted_position_L, unit_L
 
 
@@ -106,11 +106,11 @@ class PairNorms(NamedTuple):
     norm_P: Tensor
 
 
-def pair_norms(lookup: Lookup, leader_B: Tensor | None = None) -> PairNorms:
+def pair_norms(lookup: Lookup, first_of_unit_B: Tensor | None = None) -> PairNorms:
     """Lookups of one row by one unit add up before their norm is taken."""
     bags, layout = lookup.bags, lookup.layout
-    position_L, unit_L = _in_order(bags, leader_B)
-    if layout.is_pooled and bags.reads_every_table_once and leader_B is None:
+    position_L, unit_L = _in_order(bags, first_of_unit_B)
+    if layout.is_pooled and bags.reads_every_table_once and first_of_unit_B is None:
         norms = [
             torch.linalg.vector_norm(lookup.gradient[:, columns], dim=1)
             for columns in layout.columns

@@ -20,6 +20,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.refused import Refused
+
 # T steps, U rows, K pairs of a row and a step that it owes
 
 _SMALLEST_LOG_DECAY = -200.0
@@ -50,7 +52,7 @@ class Clock:
         """One step more. `step` is the name under which its noise is drawn."""
         shrink = learning_rate * weight_decay
         if not shrink < 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected learning rate x weight decay below 1, found {learning_rate} x "
                 f"{weight_decay}: rows would change sign at every step. Lower one of them."
             )

@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from lightning_dpsparse.engine.products import Positions
+from lightning_dpsparse.engine.outer_products import Positions
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
 # B examples, O and I rows and columns of a weight: outputs, and inputs (times places in a kernel)
 
@@ -30,8 +31,8 @@ class Form(ABC):
     """How many numbers."""
 
     @abstractmethod
-    def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        """|| form(G_b) ||^2, (B,); with `leader_B` those of units, at their leaders."""
+    def square_norms(self, positions: Positions, first_of_unit_B: Tensor | None) -> Tensor:
+        """|| form(G_b) ||^2, (B,); with `first_of_unit_B` those of units, at their leaders."""
 
     @abstractmethod
     def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
@@ -126,7 +127,7 @@ class OnLayers(DenseMechanism):
         exclude = list(found)[-1:] if self.exclude is None else self.exclude
         for pattern in (*self.layers, *exclude):
             if not any(fnmatchcase(path, pattern) for path in found):
-                raise ValueError(
+                raise Refused(
                     f"Expected linear layers or convolutions named {pattern!r}, found "
                     f"{sorted(found)}. Give {type(self).__name__} a pattern that matches."
                 )
@@ -137,7 +138,7 @@ class OnLayers(DenseMechanism):
             and not any(fnmatchcase(path, pattern) for pattern in exclude)
         }
         if not chosen:
-            raise ValueError(
+            raise Refused(
                 f"Expected a linear layer or a convolution for {type(self).__name__} to work on, "
                 f"found none but those that are excluded, {list(exclude)}. Set exclude to [], or "
                 "leave `dense` out."

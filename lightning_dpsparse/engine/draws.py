@@ -23,9 +23,9 @@ class StackNoise:
     stack: Stack
     table_names: Sequence[str]
     """Of all tables of the kernel."""
-    corners: Sequence[tuple[int, int]]
+    shard_offsets: Sequence[tuple[int, int]]
     """First row and column of each table's piece here."""
-    namesake: int
+    stream_table: int
     """The table whose name the stream has, where all share one: it has rows here."""
 
     def fill_(
@@ -45,7 +45,7 @@ class StackNoise:
         is a function of purpose, row and step alone, and `steps_U` may give each row its own step.
         """
         if not self.source.is_by_row:  # one stream for all
-            stream = self._stream(self.namesake, purpose, step, part)
+            stream = self._stream(self.stream_table, purpose, step, part)
             return self.source.fill_(out_UD, stream, stddev)
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
             here = slice(start, stop)
@@ -63,7 +63,7 @@ class StackNoise:
     ) -> Tensor:
         """Overwrite `out_UD` with uniform draws between -1/2 and 1/2, named as in `fill_`."""
         if not self.source.is_by_row:
-            return self.source.dither_(out_UD, self._stream(self.namesake, purpose, step, part))
+            return self.source.dither_(out_UD, self._stream(self.stream_table, purpose, step, part))
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
             here = slice(start, stop)
             stream = self._stream(self.stack.tables[t], purpose, step, part)
@@ -71,4 +71,4 @@ class StackNoise:
         return out_UD
 
     def _stream(self, table: int, purpose: str, step: int, part: int) -> Stream:
-        return Stream(purpose, self.table_names[table], step, self.corners[table], part)
+        return Stream(purpose, self.table_names[table], step, self.shard_offsets[table], part)

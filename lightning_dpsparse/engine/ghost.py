@@ -18,20 +18,21 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dpsparse.engine.dense import Form
 from lightning_dpsparse.engine.norms import not_below_rounding
-from lightning_dpsparse.engine.products import (
+from lightning_dpsparse.engine.outer_products import (
     Positions,
     by_position,
     outer_sum,
     weight_square_norm,
 )
-from lightning_dpsparse.engine.recorder import MOST_NUMBERS_PER_EXAMPLE, Recorder
-from lightning_dpsparse.engine.uses import (
+from lightning_dpsparse.engine.parameter_calls import (
     Product,
     Rows,
     Use,
     built,
     rows_square_norm,
 )
+from lightning_dpsparse.engine.recorder import MOST_NUMBERS_PER_EXAMPLE, Recorder
+from lightning_dpsparse.refused import Refused
 
 # B examples
 
@@ -49,13 +50,13 @@ def check_layers(module: nn.Module) -> None:
             _check_embedding(path, layer)
         for name, parameter in layer.named_parameters(recurse=False):
             if is_lazy(parameter):
-                raise ValueError(
+                raise Refused(
                     f"Expected parameters of known shape, found {name!r} of {path!r} still to be "
                     "made by a first pass. Give the layer its sizes."
                 )
         for kind, fault in _REFUSED.items():
             if isinstance(layer, kind):
-                raise ValueError(
+                raise Refused(
                     f"Expected layers that treat each example by itself, found "
                     f"{type(layer).__name__} at {path!r}, which {fault}."
                 )
@@ -63,13 +64,13 @@ def check_layers(module: nn.Module) -> None:
 
 def _check_embedding(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
     if layer.max_norm is not None:
-        raise ValueError(
+        raise Refused(
             f"Expected no max_norm in {type(layer).__name__} at {path!r}, found {layer.max_norm}: "
             "rows that are read would be written to in the forward pass, and tell which they "
             "were. Leave it out."
         )
     if layer.scale_grad_by_freq:
-        raise ValueError(
+        raise Refused(
             f"Expected scale_grad_by_freq=False in {type(layer).__name__} at {path!r}, found True: "
             "an example's gradient would depend on how many others read its rows. Leave it out."
         )
@@ -102,19 +103,19 @@ class DenseCapture(Recorder):
             self._pieces = None
 
     def square_norms(
-        self, num_examples: int, leader_B: Tensor | None = None
+        self, num_examples: int, first_of_unit_B: Tensor | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, squared norms (B,)) of what is released of every parameter that took part.
 
-        A parameter that was read in slices comes up once for each of them. With `leader_B`, the
-        first example of every example's unit, norms are those of a unit's summed gradient: they
-        stand at the leaders, and all other examples have zero.
+        A parameter that was read in slices comes up once for each of them. With
+        `first_of_unit_B`, the first example of every example's unit, norms are those of a
+        unit's summed gradient: they stand at the leaders, and all other examples have zero.
         """
         for name in self._uses:
             live = self._live(name, num_examples)
             if live:
                 base = self._slices[name].base if name in self._slices else name
-                yield base, self._square_norm(name, live, leader_B)
+                yield base, self._square_norm(name, live, first_of_unit_B)
 
     @property
     def size(self) -> int:
@@ -179,50 +180,50 @@ class DenseCapture(Recorder):
             use.check_inputs()
             found = {*use.first_dimensions(), use.gradient.shape[0]}
             if found != {num_examples}:
-                raise ValueError(
+                raise Refused(
                     f"Expected the batch of {num_examples} examples as the first dimension of "
                     f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
                     "first dimension, and let no layer run without them."
                 )
         if live and any(key.startswith(f"{name}[") and key in self._uses for key in self._slices):
-            raise ValueError(f"Expected {name!r} read whole or in slices, found both.")
+            raise Refused(f"Expected {name!r} read whole or in slices, found both.")
         return live
 
     def _square_norm(
-        self, name: str, uses: list[tuple[str, Use]], leader_B: Tensor | None
+        self, name: str, uses: list[tuple[str, Use]], first_of_unit_B: Tensor | None
     ) -> Tensor:
         parameter = self._slices[name].value if name in self._slices else self.parameters[name]
         roles = {role for role, _ in uses}
         base = self._slices[name].base if name in self._slices else name
         if base in self._forms and (roles != {"weight"} or base != name):
-            raise ValueError(
+            raise Refused(
                 f"Expected {base!r} to be the weight of linear layers or convolutions and nothing "
                 f"else, found {sorted({use.what for _, use in uses})}. Exclude it in the plan's "
                 "`dense`."
             )
         if name in self._forms:
-            return self._forms[name].square_norms(_positions(uses), leader_B)
+            return self._forms[name].square_norms(_positions(uses), first_of_unit_B)
         flat = _flat(uses)
-        if leader_B is None and flat is not None:
+        if first_of_unit_B is None and flat is not None:
             return flat.flat_square_norm(of_bias=roles == {"bias"})
         if roles == {"weight"}:
-            return weight_square_norm(_positions(uses), leader_B)
+            return weight_square_norm(_positions(uses), first_of_unit_B)
         if roles == {"rows"}:
-            return rows_square_norm(*_pairs(uses), len(parameter), leader_B)
+            return rows_square_norm(*_pairs(uses), len(parameter), first_of_unit_B)
         if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
                 f"{sorted(use.what for _, use in uses)}. Give each layer a weight of its own."
             )
         total_BN, terms = built(uses, parameter)
-        if leader_B is not None:
+        if first_of_unit_B is not None:
             total_BN = total_BN.double()
-            total_BN = torch.zeros_like(total_BN).index_add_(0, leader_B, total_BN)
+            total_BN = torch.zeros_like(total_BN).index_add_(0, first_of_unit_B, total_BN)
         squares_B, *terms_BT = (
             torch.linalg.vector_norm(value, dim=-1).to(total_BN.dtype).square_()
             for value in (total_BN, *terms)
         )
-        return not_below_rounding(squares_B, torch.cat(terms_BT, dim=1), leader_B).to(
+        return not_below_rounding(squares_B, torch.cat(terms_BT, dim=1), first_of_unit_B).to(
             parameter.dtype
         )
 

@@ -107,7 +107,7 @@ class Layout:
             stacks.append(Stack(range(start, stop), first, starts))
         return tuple(stacks)
 
-    def namesake(self, tables: range) -> int:
+    def stream_table(self, tables: range) -> int:
         """The first of these tables that has rows here: whoever has them has them alone.
 
         Pieces without rows may begin at the same place on several ranks.
@@ -130,7 +130,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Runs:
+class LookupsByRow:
     """The lookups of some bags by row: each row once, and its lookups side by side."""
 
     row_U: Tensor
@@ -152,26 +152,26 @@ class Runs:
         """Where the row of each lookup stands in `row_U`."""
         return torch.empty_like(self.order_L).scatter_(0, self.order_L, self.sorted_position_L)
 
-    def only(self, keep_U: Tensor) -> Runs:
+    def only(self, keep_U: Tensor) -> LookupsByRow:
         """These rows alone, with their lookups. After one look at all rows, the work of the few."""
         kept_K = keep_U.nonzero().squeeze(1)
         if kept_K.numel() == 0:  # often none passes a threshold
-            return Runs(kept_K, kept_K, kept_K, kept_K)
+            return LookupsByRow(kept_K, kept_K, kept_K, kept_K)
         count_K = self.count_U[kept_K]
         position_L = torch.repeat_interleave(count_K)
         shift_K = self.start_U[kept_K] - (count_K.cumsum(0) - count_K)
         at_L = shift_K[position_L]
         at_L += torch.arange(at_L.numel(), device=at_L.device)
-        return Runs(self.row_U[kept_K], count_K, self.order_L[at_L], position_L)
+        return LookupsByRow(self.row_U[kept_K], count_K, self.order_L[at_L], position_L)
 
 
-def by_row(row_L: Tensor, pieces: int = 1) -> Runs:
+def by_row(row_L: Tensor, pieces: int = 1) -> LookupsByRow:
     """In `pieces` equal pieces, if all rows of one come before those of the next."""
     sorted_L, order_L = _stable_sort(row_L, pieces)
     row_U, position_L, count_U = torch.unique_consecutive(
         sorted_L, return_inverse=True, return_counts=True
     )
-    return Runs(row_U, count_U, order_L, position_L)
+    return LookupsByRow(row_U, count_U, order_L, position_L)
 
 
 _MANY = 1 << 16
@@ -249,7 +249,7 @@ class Bags:
         return self.ids_L + starts_F[self.bag_L // max(1, self.num_examples)]
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> LookupsByRow:
         """Lookups of a row lie in the order of their examples."""
         if not self.layout.shares_tables:
             is_in_pieces = self.is_one_hot and self.layout.has_feature_by_table
@@ -307,7 +307,7 @@ class Lookup:
             coefficient = share_L if coefficient is None else coefficient * share_L
         return coefficient
 
-    def kept_coefficient(self, kept: Runs | None) -> Tensor | None:
+    def kept_coefficient(self, kept: LookupsByRow | None) -> Tensor | None:
         """`coefficient_L`, with zero for lookups of rows that are left out."""
         if kept is None:
             return self.coefficient_L

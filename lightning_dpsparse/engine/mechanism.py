@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian
-from lightning_dpsparse.engine.lookups import Lookup, Runs
-from lightning_dpsparse.engine.read import Ranks, Read, Table
+from lightning_dpsparse.engine.lookups import Lookup, LookupsByRow
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.step_inputs import Ranks, Read, Table
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples of all ranks, U distinct rows that a kernel read, V rows that nobody read
@@ -23,13 +23,13 @@ Draw = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Question:
+class BatchReads:
     """Which rows take part in this step? Everything here is secret but the answer."""
 
     reads: Sequence[Read]
     lookups: Sequence[Lookup]
     """What each read, with the gradients of the examples, not clipped."""
-    leader_B: Tensor | None
+    first_of_unit_B: Tensor | None
     """The first example of every example's unit; None if units are examples."""
     ranks: Ranks
     noise: NoiseSource
@@ -42,12 +42,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowChoice:
     """The rows of one kernel that take part: what the step may release, and nothing else."""
 
-    kept: Runs
+    kept: LookupsByRow
     """Of the rows that were read, with their lookups."""
-    others_V: Tensor
+    unread_rows_V: Tensor
     """Rows that nobody read, increasing, with the kernel's tables numbered through."""
 
 
@@ -83,11 +83,11 @@ class Mechanism(ABC):
         """The part of the noise multiplier that gradients get, where other queries have a share."""
         return noise_multiplier
 
-    def settled(self, noise_multiplier: float, tables: Sequence[Table]) -> Mechanism:
+    def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> Mechanism:
         """With everything chosen that depends on the model and the noise."""
         return self
 
-    def answer(self, question: Question) -> list[Answer] | None:
+    def choose_rows(self, question: BatchReads) -> list[RowChoice] | None:
         """The rows that take part, for every read; None is all that were read."""
         return None
 

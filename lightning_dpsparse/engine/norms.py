@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Lookup, Runs
+from lightning_dpsparse.engine.lookups import Lookup, LookupsByRow
 
 # B examples, F features, L lookups, E width of all features, D width of a table, U (unit, row)s
 
@@ -36,27 +36,27 @@ def norms_of(values: Tensor) -> Tensor:
 
 def square_norms(
     lookup: Lookup,
-    kept: Runs | None = None,
+    kept: LookupsByRow | None = None,
     tables: Collection[int] | None = None,
-    leader_B: Tensor | None = None,
+    first_of_unit_B: Tensor | None = None,
 ) -> Tensor:
     """Squared norm of every example's gradient on the kernel's rows, (B,).
 
     n_b^2 = sum over rows r of || sum over lookups l of r by b of c_l G_l ||^2
 
-    With `kept` only these of the rows count; with `tables` only those tables. With `leader_B`, the
-    first example of every example's unit, b is a unit: its square stands at its leader, and all
-    other examples have zero.
+    With `kept` only these of the rows count; with `tables` only those tables. With
+    `first_of_unit_B`, the first example of every example's unit, b is a unit: its square
+    stands at its leader, and all other examples have zero.
     """
     layout = lookup.layout
     chosen = range(len(layout.widths)) if tables is None else tables
-    if leader_B is None and kept is not None and _is_simple(lookup, chosen):
+    if first_of_unit_B is None and kept is not None and _is_simple(lookup, chosen):
         return _of_single_ids(lookup, kept)
     coefficient_L = lookup.kept_coefficient(kept)
-    if leader_B is not None or not layout.is_pooled:  # no one gradient to a bag
+    if first_of_unit_B is not None or not layout.is_pooled:  # no one gradient to a bag
         squares_B = lookup.gradient.new_zeros(lookup.num_examples)
         for table in chosen:
-            squares_B += _by_row(lookup, coefficient_L, table, leader_B)
+            squares_B += _by_row(lookup, coefficient_L, table, first_of_unit_B)
         return squares_B
     alone = [
         layout.features_of_table[t][0] for t in chosen if len(layout.features_of_table[t]) == 1
@@ -82,7 +82,7 @@ def _is_simple(lookup: Lookup, tables: Collection[int]) -> bool:
     )
 
 
-def _of_single_ids(lookup: Lookup, kept: Runs) -> Tensor:
+def _of_single_ids(lookup: Lookup, kept: LookupsByRow) -> Tensor:
     """Every lookup is a row of its own to its example: only those of kept rows are looked at."""
     squares_B = lookup.gradient.new_zeros(lookup.num_examples)
     if kept.order_L.numel() == 0:
@@ -143,7 +143,7 @@ def _row_weights(lookup: Lookup, coefficient_L: Tensor | None) -> Tensor:
 
 
 def _by_row(
-    lookup: Lookup, coefficient_L: Tensor | None, table: int, leader_B: Tensor | None = None
+    lookup: Lookup, coefficient_L: Tensor | None, table: int, first_of_unit_B: Tensor | None = None
 ) -> Tensor:
     """Features and examples that meet in one table: their gradients are added row by row."""
     features = lookup.layout.features_of_table[table]
@@ -156,7 +156,7 @@ def _by_row(
         value = lookup.values_of(feature, example, here)
         if coefficient_L is not None:
             value = value * coefficient_L[here, None]
-        unit = example if leader_B is None else leader_B[example]
+        unit = example if first_of_unit_B is None else first_of_unit_B[example]
         keys.append(unit * num_rows + lookup.bags.ids_L[here])
         values.append(value)
     return row_square_norms(torch.cat(keys), torch.cat(values), num_rows, num_examples)

@@ -18,7 +18,7 @@ from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_dpsparse.engine.uses import (
+from lightning_dpsparse.engine.parameter_calls import (
     Convolution,
     General,
     Normalised,
@@ -28,6 +28,7 @@ from lightning_dpsparse.engine.uses import (
     operation_name,
     whole,
 )
+from lightning_dpsparse.refused import Refused
 
 T = TypeVar("T", bound=Tensor)
 
@@ -96,7 +97,7 @@ class Recorder:
         """Every use must have been seen: autograd itself may not have reached a parameter."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                raise ValueError(
+                raise Refused(
                     f"Expected every use of {name!r} to pass through a torch function, found a "
                     "gradient that did not. Do not cache views of parameters between steps."
                 )
@@ -150,7 +151,7 @@ class Recorder:
         sparse: bool = False,
     ) -> Tensor:
         if max_norm is not None or scale_grad_by_freq:
-            raise ValueError(
+            raise Refused(
                 "Expected F.embedding without max_norm and scale_grad_by_freq, found one of them: "
                 "rows would be rewritten by who reads them, or scaled by how many do. Leave it out."
             )
@@ -218,7 +219,7 @@ class Recorder:
         if what == "__getitem__" and isinstance(args[1], int) and mine:
             return self._slice(args[0], args[1])
         if [v._version for v in batched] != versions:
-            raise ValueError(
+            raise Refused(
                 f"Expected operations that leave their inputs as they are, found {what!r} with "
                 f"{[self._name[id(v)] for v in mine]}: its gradient needs the input that it "
                 "overwrites. Write the result to a tensor of its own."
@@ -227,7 +228,7 @@ class Recorder:
             return out
         small = len(mine) == 1 and mine[0].numel() <= MOST_NUMBERS_PER_EXAMPLE
         if not small or not batched or not isinstance(out, Tensor) or not out.dim():
-            raise ValueError(
+            raise Refused(
                 "Expected dense parameters in nn.Linear, nn.Conv2d, LayerNorm, nn.Embedding, or in "
                 f"arithmetic of up to {MOST_NUMBERS_PER_EXAMPLE:,} numbers with a batch, found "
                 f"{what!r} on {[self._name[id(v)] for v in mine] or 'a list of them'}. Rewrite it "

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keystream import hidden_share
+from lightning_dpsparse.refused import Refused
 
 # B examples
 
@@ -62,7 +63,7 @@ def fixed_price(noise_stddev: float, expected_batch: float) -> float:
 
 def check_price(found: float) -> None:
     if found > _MOST:
-        raise ValueError(
+        raise Refused(
             f"Expected rounding to float32 to take at most {_MOST:.0%} of the clip norm, found "
             f"{found:.0%}: the batch or the dense layers are too large for the noise. Use a "
             "smaller batch, or a smaller noise multiplier."

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Bags, Lookup, Runs
+from lightning_dpsparse.engine.lookups import Bags, Lookup, LookupsByRow
 
 # B examples, K groups, L lookups, U distinct rows, D width of a table
 
@@ -29,19 +29,21 @@ class RowGradient:
         values_UD.index_add_(0, position, torch.cat([self.values_UD, other.values_UD]))
         return RowGradient(rows_U, values_UD)
 
-    def with_rows(self, others_V: Tensor) -> RowGradient:
+    def with_rows(self, unread_rows_V: Tensor) -> RowGradient:
         """The same, with more rows (sorted, none of them here yet) whose gradient is zero."""
-        if others_V.numel() == 0:
+        if unread_rows_V.numel() == 0:
             return self
-        count = self.rows_U.numel() + others_V.numel()
-        if count == others_V.numel():
-            return RowGradient(others_V, self.values_UD.new_zeros(count, self.values_UD.shape[1]))
-        at_U = torch.searchsorted(others_V, self.rows_U)
+        count = self.rows_U.numel() + unread_rows_V.numel()
+        if count == unread_rows_V.numel():
+            return RowGradient(
+                unread_rows_V, self.values_UD.new_zeros(count, self.values_UD.shape[1])
+            )
+        at_U = torch.searchsorted(unread_rows_V, self.rows_U)
         at_U += torch.arange(at_U.numel(), device=at_U.device)
-        at_V = torch.searchsorted(self.rows_U, others_V)
+        at_V = torch.searchsorted(self.rows_U, unread_rows_V)
         at_V += torch.arange(at_V.numel(), device=at_V.device)
         rows = self.rows_U.new_empty(count)
-        rows[at_U], rows[at_V] = self.rows_U, others_V
+        rows[at_U], rows[at_V] = self.rows_U, unread_rows_V
         values = self.values_UD.new_zeros(count, self.values_UD.shape[1])
         return RowGradient(rows, values.index_copy_(0, at_U, self.values_UD))
 
@@ -54,7 +56,7 @@ def clipped_row_gradients(
     lookup: Lookup,
     factors_KB: Tensor,
     group_of_table: Sequence[int],
-    kept: Runs | None = None,
+    kept: LookupsByRow | None = None,
 ) -> list[RowGradient]:
     """sum_b f_b g_b on every row that some bag read, stack by stack of the layout.
 

@@ -19,12 +19,12 @@ from lightning_dpsparse.engine.clipping import Clipping
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Lookup
-from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question
+from lightning_dpsparse.engine.mechanism import BatchReads, Draw, Mechanism, RowChoice
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.precision import whole_products
-from lightning_dpsparse.engine.read import Ranks, Read, add_up, renumber, take
 from lightning_dpsparse.engine.rounding import room_left
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
+from lightning_dpsparse.engine.step_inputs import Ranks, Read, add_up, renumber, take
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -34,7 +34,7 @@ from lightning_dpsparse.noise.sources import NoiseSource
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StepConfig:
     """What a step needs to know of the plan. Constant for a run."""
 
     mechanism: Mechanism
@@ -93,15 +93,15 @@ def clipped_sums(
     loss_n: Tensor,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: Recipe,
+    recipe: StepConfig,
     ranks: Ranks,
     step: int,
-    leader_B: Tensor | None = None,
+    first_of_unit_B: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Clipped:
     """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the norm of b's unit.
 
-    `leader_B` is the first example of every example's unit; None if units are examples.
+    `first_of_unit_B` is the first example of every example's unit; None if units are examples.
 
     Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
@@ -112,27 +112,27 @@ def clipped_sums(
     loss_n.sum().backward()
     dense.check_nothing_escaped()
     with whole_products():
-        return _clip_and_add(loss_n, reads, dense, recipe, ranks, step, leader_B, out)
+        return _clip_and_add(loss_n, reads, dense, recipe, ranks, step, first_of_unit_B, out)
 
 
 def _clip_and_add(
     loss_n: Tensor,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: Recipe,
+    recipe: StepConfig,
     ranks: Ranks,
     step: int,
-    leader_B: Tensor | None,
+    first_of_unit_B: Tensor | None,
     out: Tensor | None,
 ) -> Clipped:
     mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
     lookups = [read.lookup() for read in reads]
 
     # 2. The rows that take part. What an example does to others counts neither in norm nor in sum.
-    question = Question(
+    question = BatchReads(
         reads,
         lookups,
-        leader_B,
+        first_of_unit_B,
         ranks,
         recipe.noise,
         recipe.noise_multiplier,
@@ -140,8 +140,8 @@ def _clip_and_add(
         step,
         loss_n.device,
     )
-    found = recipe.mechanism.answer(question)
-    answers: Sequence[Answer | None] = [None] * len(lookups) if found is None else found
+    found = recipe.mechanism.choose_rows(question)
+    answers: Sequence[RowChoice | None] = [None] * len(lookups) if found is None else found
 
     # 3. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
     #    see of every unit, and one all-reduce tells every rank every unit's norm. So do counts of
@@ -151,28 +151,32 @@ def _clip_and_add(
     squares_KB, touched_B, word = totals[:-1, :-1], totals[-1, :-1], totals[-1, -1]
     word.fill_(ranks.word)
     for read, lookup, answer in zip(reads, lookups, answers):
-        leaders = renumber(leader_B, read.order_B)
+        leaders = renumber(first_of_unit_B, read.order_B)
         kept = None if answer is None else answer.kept
         add_up(touched_B, lookup.bags.numbers_B, read.order_B)
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
-                squares = square_norms(lookup, kept, tables=tables, leader_B=leaders)
+                squares = square_norms(lookup, kept, tables=tables, first_of_unit_B=leaders)
                 add_up(squares_B, squares, read.order_B)
-    leader_n = None if leader_B is None else leader_B[mine] - ranks.first_example
+    first_of_unit_n = (
+        None if first_of_unit_B is None else first_of_unit_B[mine] - ranks.first_example
+    )
     mine_Kn = [squares_B[mine] for squares_B in squares_KB]
-    for name, squares_n in dense.square_norms(loss_n.numel(), leader_n):
+    for name, squares_n in dense.square_norms(loss_n.numel(), first_of_unit_n):
         mine_Kn[group[name]].add_(squares_n)
     ranks.sum(totals)
 
     # 4. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
-    if leader_B is not None:
-        squares_KB = squares_KB[:, leader_B]
-        touched_B = torch.zeros_like(touched_B).index_add_(0, leader_B, touched_B)[leader_B]
+    if first_of_unit_B is not None:
+        squares_KB = squares_KB[:, first_of_unit_B]
+        touched_B = torch.zeros_like(touched_B).index_add_(0, first_of_unit_B, touched_B)[
+            first_of_unit_B
+        ]
     good_B = squares_KB.isfinite().all(0)
     all_good, heard = torch.stack([good_B.all().to(word.dtype), word]).tolist()  # one wait
     factors_KB = recipe.clipping.factors(squares_KB, recipe.bounds(touched_B + dense.size))
-    counts = _count(squares_KB, factors_KB, leader_B) if recipe.diagnose else None
+    counts = _count(squares_KB, factors_KB, first_of_unit_B) if recipe.diagnose else None
     factors_KB.div_(recipe.expected_batch)
     if not all_good:  # zero times infinity is not zero
         bad_B = ~good_B
@@ -201,7 +205,7 @@ def release(
     clipped: Clipped,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: Recipe,
+    recipe: StepConfig,
     ranks: Ranks,
     step: int,
 ) -> None:
@@ -227,8 +231,10 @@ def release(
         for stack, gradient in zip(read.layout.stacks, gradients):
             if recipe.noise_stddev:
                 round_to_(gradient.values_UD, grid_of(recipe.noise_stddev))
-            namesake = read.layout.namesake(stack.tables)
-            of_stack = StackNoise(recipe.noise, stack, read.table_names, read.corners, namesake)
+            stream_table = read.layout.stream_table(stack.tables)
+            of_stack = StackNoise(
+                recipe.noise, stack, read.table_names, read.shard_offsets, stream_table
+            )
             draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
             updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
         for parts in zip_longest(*updates):
@@ -253,20 +259,22 @@ def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> d
 
 
 def _sums_of_rows(
-    lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], answer: Answer | None
+    lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], answer: RowChoice | None
 ) -> list[RowGradient]:
     """Clipped sums on the rows that take part; on rows that nobody read they are zero."""
     if answer is None:
         return clipped_row_gradients(lookup, factors_KB, group_of_table)
     sums = clipped_row_gradients(lookup, factors_KB, group_of_table, answer.kept)
-    others = lookup.layout.by_stack(answer.others_V)
+    others = lookup.layout.by_stack(answer.unread_rows_V)
     return [gradient.with_rows(rows) for gradient, rows in zip(sums, others)]
 
 
-def _count(squares_KB: Tensor, factors_KB: Tensor, leader_B: Tensor | None) -> Tensor:
+def _count(squares_KB: Tensor, factors_KB: Tensor, first_of_unit_B: Tensor | None) -> Tensor:
     """Units that were clipped, and units whose gradient is not zero, to speak of."""
     is_unit_B = (squares_KB > torch.finfo(squares_KB.dtype).tiny).any(0)
-    if leader_B is not None:
-        is_unit_B &= leader_B == torch.arange(leader_B.numel(), device=leader_B.device)
+    if first_of_unit_B is not None:
+        is_unit_B &= first_of_unit_B == torch.arange(
+            first_of_unit_B.numel(), device=first_of_unit_B.device
+        )
     is_clipped_B = (factors_KB < 1).any(0) & is_unit_B
     return torch.stack([is_clipped_B.sum(), is_unit_B.sum()])

@@ -23,6 +23,7 @@ from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.projection import projected_mean
 from lightning_dpsparse.estimators.release import fresh
 from lightning_dpsparse.estimators.rows import Array, Mask, Rows, as_rows, sample
+from lightning_dpsparse.refused import Refused
 
 # N examples, D columns, K levels
 
@@ -43,12 +44,12 @@ class Levels:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last or 2 ** (self.last + 1) > self.num_examples:
-            raise ValueError(
+            raise Refused(
                 f"Expected 0 <= first <= last and 2^(last + 1) <= {self.num_examples} examples, "
                 f"found first={self.first} and last={self.last}. Lower the levels."
             )
         if self.steps < 1 or not 0 < self.stops_early < 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected steps >= 1 and 0 < stops_early < 1, found {self.steps} and "
                 f"{self.stops_early}. Take one step, and 0.1."
             )

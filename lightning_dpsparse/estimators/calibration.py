@@ -14,7 +14,8 @@ from lightning_dpsparse.accounting.events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from lightning_dpsparse.accounting.losses import FINE, LaplaceDpEvent
+from lightning_dpsparse.accounting.privacy_loss import FINE, LaplaceDpEvent
+from lightning_dpsparse.refused import Refused
 
 
 def spent_epsilon(event: DpEvent, delta: float, grid: float = FINE) -> float:
@@ -32,7 +33,7 @@ def noise_multiplier_for(
     4.22
     """
     if not (0 < epsilon < math.inf and 0 <= delta < 1):
-        raise ValueError(
+        raise Refused(
             f"Expected epsilon > 0 and 0 <= delta < 1, found {epsilon} and {delta}. State the "
             "budget that the people in the data were promised."
         )

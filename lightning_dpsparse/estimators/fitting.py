@@ -38,6 +38,7 @@ from lightning_dpsparse.estimators.projection import projected_mean
 from lightning_dpsparse.estimators.release import Kind
 from lightning_dpsparse.estimators.rows import Array, Rows, sample, scale_rows
 from lightning_dpsparse.estimators.sketch import draw_sketch, sketch_size, sketched_mean
+from lightning_dpsparse.refused import Refused
 
 Estimate = Callable[[Rows], Array]
 """A private mean of the rows, one for each example."""
@@ -165,7 +166,7 @@ def _sketch(
         noise_multiplier=noise_multiplier,
     )
     if size == columns:
-        raise ValueError(
+        raise Refused(
             f'Expected "sketch" to need fewer measurements than columns, found that {divisor:,.0f} '
             f"examples a step at a noise multiplier of {noise_multiplier:.3g} call for all "
             f'{columns:,}: nothing would be sketched. Use "projection", or "gaussian"; or lower '
@@ -178,7 +179,7 @@ def bias_reduced_steps(problem: Problem, count: int, noise: np.random.Generator)
     """Small random batches, with levels that are drawn before the first step."""
     largest = problem.num_examples.bit_length() - 1
     if largest < 1:
-        raise ValueError(
+        raise Refused(
             f'Expected two examples or more with "bias_reduced", found {problem.num_examples}. '
             'Use "projection".'
         )

@@ -31,6 +31,7 @@ from lightning_dpsparse.estimators.rows import (
     limit_nonzeros,
     numbers,
 )
+from lightning_dpsparse.refused import Refused
 
 EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
 Self = TypeVar("Self", bound="DPLinearModel")
@@ -134,7 +135,7 @@ class DPLinearModel:
     def set_params(self: Self, **params: Any) -> Self:
         unknown = sorted(params.keys() - self.get_params().keys())
         if unknown:
-            raise ValueError(
+            raise Refused(
                 f"Expected parameters of {type(self).__name__}, found {unknown}. See get_params()."
             )
         for name, value in params.items():
@@ -174,7 +175,7 @@ class DPLinearModel:
         rows_ND, labels_N = self._examples(X, y)
         count = rows_ND.shape[0] if self.num_examples is None else self.num_examples
         if not max(1, rows_ND.shape[0]) <= count:
-            raise ValueError(
+            raise Refused(
                 f"Expected from one to num_examples={count} rows, found others. Raise "
                 "num_examples, which is public."
             )
@@ -229,38 +230,38 @@ class DPLinearModel:
         """Of parameters, before the data is looked at."""
         for name, choices in (("loss", LossName), ("estimator", EstimatorName)):
             if getattr(self, name) not in get_args(choices):
-                raise ValueError(
+                raise Refused(
                     f"Expected {name} to be one of {get_args(choices)}, found "
                     f"{getattr(self, name)!r}. Choose one of these."
                 )
         positive = ("feature_norm", "max_nonzeros", "max_residual", "steps", "learning_rate")
         for name in (*positive, "radius", "epsilon"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
+                raise Refused(
                     f"Expected {name} > 0 and finite, found {getattr(self, name)}. Raise it."
                 )
         if self.regularisation is not None and not 0 <= self.regularisation < math.inf:
-            raise ValueError(
+            raise Refused(
                 f"Expected regularisation >= 0, found {self.regularisation}. None is the default."
             )
         if self.regularisation == 0 and self.estimator == "output":
-            raise ValueError(
+            raise Refused(
                 'Expected regularisation > 0 with "output", found 0: without it one example may '
                 "move the minimum anywhere. Leave it out."
             )
         if not 0 < self.sampling_rate <= 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected 0 < sampling_rate <= 1, found {self.sampling_rate}. 1 is full batches."
             )
         if self.sampling_rate < 1 and self.estimator in ("output", "bias_reduced"):
-            raise ValueError(
+            raise Refused(
                 f"Expected sampling_rate=1 with {self.estimator!r}, found {self.sampling_rate}: it "
                 "samples by itself or not at all. Leave it out."
             )
         if self.delta is not None and not 0 <= self.delta < 1:
-            raise ValueError(f"Expected 0 <= delta < 1, found {self.delta}. None is the default.")
+            raise Refused(f"Expected 0 <= delta < 1, found {self.delta}. None is the default.")
         if self.delta == 0 and self.estimator not in ("projection", "output"):
-            raise ValueError(
+            raise Refused(
                 f"Expected delta > 0 with {self.estimator!r}, found 0: its noise is Gaussian. For "
                 'pure DP use "projection" or "output".'
             )
@@ -268,7 +269,7 @@ class DPLinearModel:
     def _examples(self, X: Rows, y: Any) -> tuple[Rows, Array]:
         given_ND, labels_N = numbers(X, "X"), numbers(y, "y")
         if labels_N.ndim != 1 or given_ND.ndim != 2 or labels_N.size != given_ND.shape[0]:
-            raise ValueError(
+            raise Refused(
                 f"Expected a label for each row, found X with {given_ND.ndim} dimensions, y with "
                 f"{labels_N.ndim}, or another number of labels. Give y as one column."
             )
@@ -292,7 +293,7 @@ class DPLinearModel:
         given_ND = numbers(X, "X")
         width = given_ND.shape[1] if given_ND.ndim == 2 else "no table"
         if width != self.n_features_in_:
-            raise ValueError(
+            raise Refused(
                 f"Expected {self.n_features_in_} columns, found {width}. Use the columns of the "
                 "data that the model was fitted on."
             )
@@ -317,10 +318,10 @@ class DPLinearModel:
         """Accuracy of the logistic loss, R^2 of the squared one. No noise: for public rows."""
         labels_N, found_N = numbers(y, "y"), self.predict(X)
         if labels_N.shape != found_N.shape:
-            raise ValueError("Expected a label for each row, found others. Give y as one column.")
+            raise Refused("Expected a label for each row, found others. Give y as one column.")
         if self.loss == "logistic":
             if not np.isin(labels_N, self.classes_).all():
-                raise ValueError(
+                raise Refused(
                     "Expected labels 0 and 1 of the logistic loss, found others. Recode them, for "
                     'fit too, or use loss="squared".'
                 )

@@ -7,9 +7,10 @@ import math
 import numpy as np
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian, not_private, poisson
-from lightning_dpsparse.accounting.losses import LaplaceDpEvent
+from lightning_dpsparse.accounting.privacy_loss import LaplaceDpEvent
 from lightning_dpsparse.estimators.release import Kind, release_sum
 from lightning_dpsparse.estimators.rows import Array, Rows, clip_rows
+from lightning_dpsparse.refused import Refused
 
 
 def noisy_mean(
@@ -33,7 +34,7 @@ def noisy_mean(
     Reference: the poster, Table 1, last terms.
     """
     if not (divisor > 0 and clip_norm > 0 and noise_multiplier >= 0):
-        raise ValueError(
+        raise Refused(
             "Expected divisor > 0, clip_norm > 0 and noise_multiplier >= 0, found "
             f"{divisor}, {clip_norm} and {noise_multiplier}. Give each as a public constant."
         )
@@ -60,7 +61,7 @@ def event_of_mean(
     GaussianDpEvent(noise_multiplier=2.0)
     """
     if math.isnan(noise_multiplier) or noise_multiplier < 0:
-        raise ValueError(f"Expected noise_multiplier >= 0, found {noise_multiplier}. Add noise.")
+        raise Refused(f"Expected noise_multiplier >= 0, found {noise_multiplier}. Add noise.")
     if kind == "gaussian":
         whole = gaussian(noise_multiplier)
     else:

@@ -13,6 +13,7 @@ from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.release import Kind, release_point
 from lightning_dpsparse.estimators.rows import Array
 from lightning_dpsparse.estimators.shrinking import nearest_in_l2_ball
+from lightning_dpsparse.refused import Refused
 
 # F(x) = 1/n sum_i f_i(x) + lambda/2 ||x||^2 with f_i convex, L-Lipschitz and H-smooth in l2, and
 # n a public constant. "Tolerance" bounds ||grad F|| where a solver stopped.
@@ -163,7 +164,7 @@ def minimise(
             return point_D
         point_D = point_D - gradient_D / steepest
         gradient_D = objective(point_D)[1]
-    raise RuntimeError(
+    raise Refused(
         f"Expected a gradient norm of at most {tolerance:.3g} after {most:,} steps, found rounding "
         "in the way. Raise the regularisation or the tolerance."
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_dpsparse.hashing import mix
+from lightning_dpsparse.refused import Refused
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -28,7 +29,7 @@ def numbers(values: Any, name: str) -> Rows:
     """
     found = values if sparse.issparse(values) else np.asarray(values)
     if found.dtype.kind not in "biuf":
-        raise ValueError(
+        raise Refused(
             f"Expected numbers in {name}, found {found.dtype.type.__name__}. Turn it into an array "
             "of floats."
         )

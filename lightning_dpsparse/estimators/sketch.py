@@ -12,6 +12,7 @@ from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.release import fresh, release_sum
 from lightning_dpsparse.estimators.rows import Array, Rows, as_rows, clip_rows
+from lightning_dpsparse.refused import Refused
 
 MOST_ENTRIES = 1 << 26
 """Of a sketch, which is dense: half a gigabyte. The linear program needs twice that again."""
@@ -49,12 +50,12 @@ def draw_sketch(
 ) -> Array:
     """A matrix of independent N(0, 1/M) entries, dense. It depends on no data."""
     if num_measurements >= num_columns:
-        raise ValueError(
+        raise Refused(
             f"Expected fewer measurements than columns, found {num_measurements} and "
             f"{num_columns}. Use noisy_mean: a sketch would gain nothing."
         )
     if num_measurements * num_columns > MOST_ENTRIES:
-        raise ValueError(
+        raise Refused(
             f"Expected a sketch of at most {MOST_ENTRIES:,} entries, found {num_measurements:,} x "
             f"{num_columns:,}. Use projected_mean, which needs a few vectors of that many columns."
         )
@@ -125,7 +126,7 @@ def recover(sketch_MD: Array, measured_M: Array) -> Array:
         method="highs",
     )
     if found.status != 0:
-        raise RuntimeError(
+        raise Refused(
             f"Expected a solved linear program, found {found.message!r}. Draw another sketch, with "
             "fewer measurements."
         )

@@ -15,12 +15,19 @@ from torch import Tensor
 from lightning_dpsparse.accounting.events import split_noise
 from lightning_dpsparse.engine.contributions import contributions
 from lightning_dpsparse.engine.lookups import Bags
-from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
-from lightning_dpsparse.engine.read import Read, Table, add_up, renumber, short_name, take
+from lightning_dpsparse.engine.mechanism import (
+    BatchReads,
+    Draw,
+    Mechanism,
+    RowChoice,
+    noise_on_rows,
+)
 from lightning_dpsparse.engine.rounding import fixed_price
 from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.engine.step_inputs import Read, Table, add_up, renumber, short_name, take
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.skipping import survivors
+from lightning_dpsparse.refused import Refused
 
 # B examples of all ranks, U distinct rows that a kernel read, R rows in a range
 
@@ -47,7 +54,7 @@ def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: 
     17.894
     """
     if not 0 < per_step < num_rows:
-        raise ValueError(
+        raise Refused(
             f"Expected between 0 and {num_rows:,} false positives a step, found {per_step}."
         )
     return -noise_stddev * NormalDist().inv_cdf(per_step / num_rows)
@@ -108,13 +115,13 @@ class AdaFEST(Mechanism):
     def __post_init__(self) -> None:
         given = [self.threshold, self.false_positives, self.half_survival]
         if sum(value is not None for value in given) != 1:
-            raise ValueError(
+            raise Refused(
                 "Expected one of threshold, false_positives and half_survival, found "
                 f"{sum(value is not None for value in given)} of them."
             )
         for name in ("map_clip_norm", "noise_ratio"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Expected {name} > 0, found {getattr(self, name)}.")
+                raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
 
     def gradient_noise(self, noise_multiplier: float) -> float:
         return split_noise(noise_multiplier, self.noise_ratio)[1]
@@ -127,12 +134,12 @@ class AdaFEST(Mechanism):
         """The common threshold, that is."""
         return sum(t.num_rows for t in tables if self._own_threshold(t.name) is None)
 
-    def settled(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
+    def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
         if self.threshold is not None:
             return self
         if self.false_positives is not None:
             if noise_multiplier == 0:
-                raise ValueError(
+                raise Refused(
                     "Expected noise with false_positives, found noise_multiplier=0: there would be "
                     "none. Set threshold or half_survival."
                 )
@@ -152,7 +159,7 @@ class AdaFEST(Mechanism):
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         return noise_on_rows(clipped, draw)
 
-    def answer(self, question: Question) -> list[Answer]:
+    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
         """Which rows pass the threshold.
 
         Guarantees: adding or removing one unit moves V, over all tables and ranks together, by at
@@ -161,7 +168,7 @@ class AdaFEST(Mechanism):
         ranks, reads = question.ranks, question.reads
         bags = [lookup.bags for lookup in question.lookups]
         pairs = [
-            contributions(b, renumber(question.leader_B, read.order_B), _among(b, read))
+            contributions(b, renumber(question.first_of_unit_B, read.order_B), _among(b, read))
             for b, read in zip(bags, reads)
         ]
         # One norm over all tables: every rank counts the rows it has, each row once.
@@ -179,7 +186,7 @@ class AdaFEST(Mechanism):
             for b, read, pair in zip(bags, reads, pairs)
         ]
 
-    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: Question) -> Answer:
+    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: BatchReads) -> RowChoice:
         """V >= tau, on rows that were read and on those that were not."""
         row_U, layout = bags.runs.row_U, bags.layout
         stddev = self.map_stddev(question.noise_multiplier)
@@ -203,8 +210,8 @@ class AdaFEST(Mechanism):
         keep_U = torch.cat(keeps) if len(keeps) > 1 else keeps[0]
         if read.selected_R is not None:
             keep_U &= found_in(read.selected_R, row_U)
-        others_V = torch.cat(others) if len(others) > 1 else others[0]
-        return Answer(bags.runs.only(keep_U), others_V)
+        unread_rows_V = torch.cat(others) if len(others) > 1 else others[0]
+        return RowChoice(bags.runs.only(keep_U), unread_rows_V)
 
     def _spans(self, bags: Bags, read: Read, *, is_by_row: bool) -> list[_Span]:
         """Neighbouring tables with one threshold, which share a stream of draws.
@@ -217,12 +224,12 @@ class AdaFEST(Mechanism):
             tables = [range(num_tables)]
         else:
             tables = [range(t, t + 1) for t in range(num_tables)]
-        names = [bags.layout.namesake(span) for span in tables]
+        names = [bags.layout.stream_table(span) for span in tables]
         return [
             _Span(
                 span,
                 read.table_names[name],
-                (read.corners[name][0], 0),
+                (read.shard_offsets[name][0], 0),
                 self._threshold_of(read.table_names[name]),
             )
             for span, name in zip(tables, names)
@@ -246,11 +253,11 @@ class AdaFEST(Mechanism):
 class _Span:
     tables: range
     name: str
-    corner: tuple[int, int]
+    shard_offset: tuple[int, int]
     threshold: float
 
     def stream(self, purpose: str, step: int, part: int = 0) -> Stream:
-        return Stream(purpose, self.name, step, self.corner, part)
+        return Stream(purpose, self.name, step, self.shard_offset, part)
 
 
 @dataclass(frozen=True)
@@ -266,7 +273,7 @@ class _Rows:
 
 
 def _few_coins(
-    rows: _Rows, span: _Span, stddev: float, question: Question
+    rows: _Rows, span: _Span, stddev: float, question: BatchReads
 ) -> tuple[Tensor, Tensor]:
     """A draw for every row that was read; skips from survivor to survivor among the others."""
     noise, step = question.noise, question.step
@@ -290,7 +297,7 @@ def _few_coins(
 
 
 def _all_coins(
-    rows: _Rows, span: _Span, stddev: float, question: Question
+    rows: _Rows, span: _Span, stddev: float, question: BatchReads
 ) -> tuple[Tensor, Tensor]:
     """A draw for every row, for sources whose draws belong to rows. As slow as it sounds."""
     noisy_R = rows.sums_U.new_zeros(rows.num_rows, 1)
@@ -312,7 +319,7 @@ def _first_columns(bags: Bags, read: Read) -> Tensor | None:
 
     None is all.
     """
-    counts_T = [column == 0 for _, column in read.corners]
+    counts_T = [column == 0 for _, column in read.shard_offsets]
     if all(counts_T):
         return None
     row_U = bags.runs.row_U

@@ -23,10 +23,17 @@ from lightning_dpsparse.accounting.events import (
 )
 from lightning_dpsparse.engine.contributions import pair_norms
 from lightning_dpsparse.engine.lookups import Lookup
-from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
-from lightning_dpsparse.engine.read import Read, renumber
+from lightning_dpsparse.engine.mechanism import (
+    BatchReads,
+    Draw,
+    Mechanism,
+    RowChoice,
+    noise_on_rows,
+)
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.step_inputs import Read, renumber
 from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.refused import Refused
 
 # U distinct rows that a kernel read, V rows that nobody read, k rows that are chosen, W ranks
 
@@ -63,7 +70,7 @@ class ExponentialSelection(Mechanism):
     def __post_init__(self) -> None:
         for name in ("num_rows", "noise_ratio", "score_clip"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Expected {name} > 0, found {getattr(self, name)}.")
+                raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
 
     def epsilon_per_row(self, noise_multiplier: float) -> float:
         """epsilon0. In zCDP k choices of range e cost k e^2 / 8, and a Gaussian 1 / (2 sigma^2)."""
@@ -83,7 +90,7 @@ class ExponentialSelection(Mechanism):
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
         return noise_on_rows(clipped, draw)
 
-    def answer(self, question: Question) -> list[Answer]:
+    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
         """The k rows with the largest noisy scores, over all tables and ranks."""
         drawn = [
             self._noisy_scores(read, lookup, question)
@@ -99,24 +106,26 @@ class ExponentialSelection(Mechanism):
         ranks.sum(best_WK)
         least = best_WK.flatten().topk(k).values[-1]
         return [
-            Answer(
+            RowChoice(
                 lookup.bags.runs.only(d.score_U >= least),
                 d.row_V[d.score_V >= least].sort().values,
             )
             for lookup, d in zip(question.lookups, drawn)
         ]
 
-    def _noisy_scores(self, read: Read, lookup: Lookup, question: Question) -> _Scores:
+    def _noisy_scores(self, read: Read, lookup: Lookup, question: BatchReads) -> _Scores:
         """Of the rows that were read, and of the k that come out largest among all others."""
         row_U, layout = lookup.bags.runs.row_U, lookup.layout
-        pairs = pair_norms(lookup, renumber(question.leader_B, read.order_B))
+        pairs = pair_norms(lookup, renumber(question.first_of_unit_B, read.order_B))
         bounded_P = pairs.norm_P.nan_to_num_(self.score_clip).clamp_max_(self.score_clip).double()
         score_U = bounded_P.new_zeros(row_U.numel()).index_add_(0, pairs.position_P, bounded_P)
 
-        name = layout.namesake(range(len(layout.widths)))
+        name = layout.stream_table(range(len(layout.widths)))
 
         def uniform(count: int, what: str, part: int = 0) -> Tensor:
-            stream = Stream(what, read.table_names[name], question.step, read.corners[name], part)
+            stream = Stream(
+                what, read.table_names[name], question.step, read.shard_offsets[name], part
+            )
             return question.noise.uniform(count, stream, row_U.device)
 
         scale = 0.0

@@ -9,9 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dpsparse.engine.mechanism import Answer, Draw, Mechanism, Question, noise_on_rows
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.mechanism import (
+    BatchReads,
+    Draw,
+    Mechanism,
+    RowChoice,
+    noise_on_rows,
+)
 from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.adafest import AdaFEST
 from lightning_dpsparse.mechanisms.selection import Selection
 
@@ -33,15 +39,15 @@ class FEST(Mechanism):
         "knows all other data."
     )
 
-    def answer(self, question: Question) -> list[Answer]:
+    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
         """All selected rows, whoever reads them."""
         answers = []
         for read, lookup in zip(question.reads, question.lookups):
             row_U, selected_R = lookup.bags.runs.row_U, read.selected_R
             assert selected_R is not None
-            others_V = selected_R[~found_in(row_U, selected_R)]
+            unread_rows_V = selected_R[~found_in(row_U, selected_R)]
             kept = lookup.bags.runs.only(found_in(selected_R, row_U))
-            answers.append(Answer(kept, others_V))
+            answers.append(RowChoice(kept, unread_rows_V))
         return answers
 
     def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:

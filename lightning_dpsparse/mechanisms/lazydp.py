@@ -26,6 +26,7 @@ from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
 from lightning_dpsparse.engine.rows import RowGradient, add_to_rows, weighted_runs
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.regrid import regrid_
+from lightning_dpsparse.refused import Refused
 
 # R rows of a stack, U rows that pay, K pairs of a row and a step that it owes, D width
 
@@ -83,7 +84,7 @@ def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
     least = math.ldexp(1.0, math.ceil(math.log2(max(1.0, 4.0 * largest))) - _HELD)
     grid = max(least, fine)
     if not is_felt(noise_stddev, grid):
-        raise ValueError(
+        raise Refused(
             f"Expected noise of at least {_LEAST_NOISE * grid:.2g} on the weights in a step, found "
             f"{noise_stddev:.2g} (learning rate x noise multiplier x clip norm / batch): float32 "
             f"weights of up to {largest:.2g} have no digits left for it. Raise the learning rate "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.dense import Form, OnLayers
-from lightning_dpsparse.engine.products import (
+from lightning_dpsparse.engine.outer_products import (
     Positions,
     by_position,
     outer_square_norm,
@@ -28,6 +28,7 @@ from lightning_dpsparse.engine.products import (
 )
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, O outputs, I inputs (times places in a kernel), K rank, N live outputs,
 # M live inputs
@@ -45,7 +46,7 @@ class RGP(OnLayers):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank < 1:
-            raise ValueError(f"Expected rank >= 1, found {self.rank}.")
+            raise Refused(f"Expected rank >= 1, found {self.rank}.")
 
     def form(
         self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
@@ -83,7 +84,7 @@ class LSG(RGP):
         super().__post_init__()
         check_sparsity(self.sparsity)
         if self.warmup < 0:
-            raise ValueError(f"Expected warmup >= 0, found {self.warmup}.")
+            raise Refused(f"Expected warmup >= 0, found {self.warmup}.")
 
     def _live(
         self, weight_OI: Tensor, columns: int, step: int
@@ -99,7 +100,7 @@ class LSG(RGP):
 
 def check_sparsity(sparsity: float) -> None:
     if not 0 <= sparsity < 1:
-        raise ValueError(f"Expected sparsity of at least 0 and below 1, found {sparsity}.")
+        raise Refused(f"Expected sparsity of at least 0 and below 1, found {sparsity}.")
 
 
 def most_important(importance: Tensor, sparsity: float) -> Tensor:
@@ -140,8 +141,8 @@ class LowRank(Form):
         self._sizes = [live_outputs * rank, rank * live_inputs]
         self.size = sum(self._sizes)
 
-    def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        return weight_square_norm(positions, leader_B, self._square_norm)
+    def square_norms(self, positions: Positions, first_of_unit_B: Tensor | None) -> Tensor:
+        return weight_square_norm(positions, first_of_unit_B, self._square_norm)
 
     def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
         left_OK, right_KI = torch.empty_like(self.left_OK), torch.empty_like(self.right_KI)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, composed, gaussian, gumbel
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
 # R rows of a table: its whole public range of ids, whether they occur or not
 
@@ -48,7 +49,7 @@ class PublicFrequencies(Frequencies):
     def scores(self, tables: Sequence[Table]) -> dict[str, Tensor]:
         path = Path(self.path)
         if not path.is_file():
-            raise FileNotFoundError(
+            raise Refused(
                 f"Expected public frequencies in {self.path!r}, found no such file. Write one with "
                 "numpy.savez: an array of counts for every table, under its name."
             )
@@ -57,7 +58,7 @@ class PublicFrequencies(Frequencies):
         for table in tables:
             if table.name not in found or found[table.name].shape != (table.num_rows,):
                 shape = found[table.name].shape if table.name in found else "nothing"
-                raise ValueError(
+                raise Refused(
                     f"Expected {table.num_rows:,} counts for table {table.short_name!r} in "
                     f"{self.path!r}, found {shape}."
                 )
@@ -80,7 +81,7 @@ class Histogram(Frequencies):
 
     def __post_init__(self) -> None:
         if min([self.max_ids_per_bag, *self.max_ids_of.values()]) < 1:
-            raise ValueError("Expected at least one id of a bag to be counted, found fewer.")
+            raise Refused("Expected at least one id of a bag to be counted, found fewer.")
 
     def most_ids(self, feature: str) -> int:
         return self.max_ids_of.get(feature, self.max_ids_per_bag)
@@ -104,7 +105,7 @@ class Histogram(Frequencies):
         """
         scale = self.scale(tables, examples_per_unit)
         if grid_of(scale) > 1.0:
-            raise ValueError(
+            raise Refused(
                 f"Expected noise of less than {2**20:,} on counts, found {scale:,.0f}. Use a "
                 "smaller noise_multiplier."
             )
@@ -139,7 +140,7 @@ class NoisyHistogram(Histogram):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.noise_multiplier < math.inf:
-            raise ValueError(f"Expected noise_multiplier > 0, found {self.noise_multiplier}.")
+            raise Refused(f"Expected noise_multiplier > 0, found {self.noise_multiplier}.")
 
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return gaussian(self.noise_multiplier)
@@ -168,7 +169,7 @@ class GumbelHistogram(Histogram):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.epsilon < math.inf:
-            raise ValueError(f"Expected epsilon > 0, found {self.epsilon}.")
+            raise Refused(f"Expected epsilon > 0, found {self.epsilon}.")
 
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return composed([(gumbel(self.epsilon), self.counts_per_example(tables))])
@@ -209,18 +210,18 @@ class Selection:
     def __post_init__(self) -> None:
         given = [self.rows_per_table, self.rows_in_total]
         if sum(value is not None for value in given) != 1:
-            raise ValueError(
+            raise Refused(
                 "Expected one of rows_per_table and rows_in_total, found "
                 f"{'neither' if given[0] is None else 'both'}."
             )
         if self.unselected not in ("frozen", "out_of_vocabulary"):
-            raise ValueError(
+            raise Refused(
                 f"Expected unselected 'frozen' or 'out_of_vocabulary', found {self.unselected!r}."
             )
         if min(value for value in given if value is not None) < 1:
-            raise ValueError("Expected at least one row to be selected, found fewer.")
+            raise Refused("Expected at least one row to be selected, found fewer.")
         if self.renew and not isinstance(self.frequencies, Histogram):
-            raise ValueError(
+            raise Refused(
                 "Expected counts of the data with renew=True, found public ones: there is nothing "
                 "to renew. Leave renew out."
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.dense import Form, OnLayers
-from lightning_dpsparse.engine.products import (
+from lightning_dpsparse.engine.outer_products import (
     Positions,
     by_position,
     outer_sum,
@@ -19,6 +19,7 @@ from lightning_dpsparse.engine.products import (
 )
 from lightning_dpsparse.mechanisms.lsg import check_sparsity, most_important
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, O outputs, I inputs (times places in a kernel), M live numbers
 
@@ -43,7 +44,7 @@ class SparseDPSGD(OnLayers):
         super().__post_init__()
         check_sparsity(self.sparsity)
         if self.warmup < 0:
-            raise ValueError(f"Expected warmup >= 0, found {self.warmup}.")
+            raise Refused(f"Expected warmup >= 0, found {self.warmup}.")
 
     def form(
         self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
@@ -65,8 +66,8 @@ class Masked(Form):
         self._live_M = is_live_OI.flatten().nonzero().squeeze(1)
         self.size = self._live_M.numel()
 
-    def square_norms(self, positions: Positions, leader_B: Tensor | None) -> Tensor:
-        return weight_square_norm(positions, leader_B, self._square_norm)
+    def square_norms(self, positions: Positions, first_of_unit_B: Tensor | None) -> Tensor:
+        return weight_square_norm(positions, first_of_unit_B, self._square_norm)
 
     def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
         sum_OI = torch.empty_like(self._is_live_OI, dtype=out.dtype)

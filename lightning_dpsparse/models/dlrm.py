@@ -14,6 +14,7 @@ from lightning_dpsparse.models.click import (
     log_counts,
     one_table_per_feature,
 )
+from lightning_dpsparse.refused import Refused
 
 
 class DLRMModule(ClickModule):
@@ -44,7 +45,7 @@ class DLRMModule(ClickModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, log_train_loss)
         if dense_arch[-1] != embedding_dim or over_arch[-1] != 1:
-            raise ValueError(
+            raise Refused(
                 f"Expected dense_arch to end in embedding_dim={embedding_dim} and over_arch in 1, "
                 f"found {dense_arch} and {over_arch}."
             )

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.base import RecommenderModule
 from lightning_dpsparse.models.retrieval import CUTOFFS, retrieval_metrics
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.items import ItemTable
 
 # B examples, K negatives of an example, R items, D width
@@ -63,7 +64,7 @@ class NextItemModule(RecommenderModule):
         log_train_loss: bool | None = None,
     ) -> None:
         if num_items < 2 or num_negatives < 1 or temperature <= 0:
-            raise ValueError(
+            raise Refused(
                 "Expected num_items of at least 2, num_negatives of at least 1 and a positive "
                 f"temperature, found {num_items}, {num_negatives} and {temperature}."
             )
@@ -189,7 +190,7 @@ class NextItemModule(RecommenderModule):
 
 def check_features(features: KeyedJaggedTensor) -> None:
     if features.keys() != ["context", "label"]:
-        raise ValueError(
+        raise Refused(
             f"Expected the features ['context', 'label'], found {features.keys()}. Give the "
             "batch these two, in this order."
         )
@@ -199,7 +200,7 @@ def labels(batch: Batch) -> Tensor:
     """The label of every example, (B,)."""
     found = batch.sparse_features["label"]
     if not bool((found.lengths() == 1).all()):
-        raise ValueError(
+        raise Refused(
             "Expected one label for every example, found an example with none or with several. "
             "Make an example of every label."
         )
@@ -212,7 +213,7 @@ def _public_weights(negatives: str, num_items: int) -> Tensor | None:
     if negatives == "uniform":
         return None
     if negatives == "in_batch":
-        raise ValueError(
+        raise Refused(
             "Expected negatives that are drawn for each example by itself, found 'in_batch': they "
             "couple the examples of a batch, so that one person's gradient depends on other "
             "people's labels, and clipping bounds nobody's influence. Use 'uniform', or a file of "
@@ -220,13 +221,13 @@ def _public_weights(negatives: str, num_items: int) -> Tensor | None:
         )
     path = Path(negatives)
     if path.suffix not in (".npy", ".npz") or not path.is_file():
-        raise ValueError(
+        raise Refused(
             "Expected negatives to be 'uniform', or an existing .npy or .npz file with one public "
             f"weight for every item, found {negatives!r}."
         )
     weight_R = _read(path)
     if weight_R.shape != (num_items,) or not (np.isfinite(weight_R) & (weight_R > 0)).all():
-        raise ValueError(
+        raise Refused(
             f"Expected {num_items:,} positive weights in {negatives!r} (in an .npz file under the "
             f"name 'item'), found shape {weight_R.shape}, or weights that are not positive. Add "
             "one to counts: an item that is never drawn as a negative cannot be corrected for."

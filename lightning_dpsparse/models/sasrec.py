@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_dpsparse.models.attention import Block
 from lightning_dpsparse.models.base import default_optimizer
 from lightning_dpsparse.models.next_item import NextItemModule, check_features, labels
+from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, K negatives of an example, D width, L ids of all contexts
 
@@ -90,12 +91,12 @@ class SASRecModule(NextItemModule):
         log_train_loss: bool | None = None,
     ) -> None:
         if max_length < 1 or num_blocks < 0 or not 0 <= dropout < 1:
-            raise ValueError(
+            raise Refused(
                 "Expected max_length of at least 1, num_blocks of at least 0 and dropout from 0 to "
                 f"below 1, found {max_length}, {num_blocks} and {dropout}."
             )
         if num_heads < 1 or embedding_dim % num_heads:
-            raise ValueError(
+            raise Refused(
                 f"Expected num_heads that divide embedding_dim={embedding_dim}, found {num_heads}."
             )
         super().__init__(

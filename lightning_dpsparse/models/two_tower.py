@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.base import default_optimizer
 from lightning_dpsparse.models.next_item import NextItemModule, check_features, labels
+from lightning_dpsparse.refused import Refused
 
 # B examples, K negatives of an example, C = 1 + K candidates (its label first), D width
 
@@ -60,7 +61,7 @@ class TwoTowerModule(NextItemModule):
         log_train_loss: bool | None = None,
     ) -> None:
         if context_layers and context_layers[-1] != embedding_dim:
-            raise ValueError(
+            raise Refused(
                 f"Expected context_layers to end in embedding_dim={embedding_dim}, found "
                 f"{context_layers}: contexts and items must be of one width."
             )

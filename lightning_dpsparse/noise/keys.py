@@ -6,6 +6,8 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 
+from lightning_dpsparse.refused import Refused
+
 KEY_BYTES = 16
 
 
@@ -38,7 +40,7 @@ class RunKey:
 
     def __post_init__(self) -> None:
         if len(self.secret) != KEY_BYTES:
-            raise ValueError(f"Expected a key of {KEY_BYTES} bytes, found {len(self.secret)}.")
+            raise Refused(f"Expected a key of {KEY_BYTES} bytes, found {len(self.secret)}.")
 
     @classmethod
     def fixed(cls, number: int) -> RunKey:

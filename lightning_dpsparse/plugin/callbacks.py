@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from typing_extensions import override
 
 from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import write as write_report
 
 
@@ -126,7 +127,7 @@ class PrivacyReport(Callback):
 def private_run(trainer: Trainer) -> PrivateRun:
     run = getattr(trainer.strategy, "private_run", None)
     if not isinstance(run, PrivateRun):
-        raise ValueError(
+        raise Refused(
             "Expected DPSparseStrategy with a privacy plan, found "
             f"{type(trainer.strategy).__name__} without. Set privacy, or leave this callback out."
         )

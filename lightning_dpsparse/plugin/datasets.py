@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
 
+from lightning_dpsparse.refused import Refused
+
 Ints = NDArray[np.int64]
 
 # N examples
@@ -45,7 +47,7 @@ def check_no_repeats(dataset: object) -> None:
     base_N, index_N = _places(dataset, [])
     places = np.unique(np.stack([base_N, index_N]), axis=1).shape[1]
     if places < len(base_N):
-        raise ValueError(
+        raise Refused(
             f"Expected every example once in the data set, found {len(base_N) - places:,} of them "
             f"again in {type(dataset).__name__}: one example would count as several. List each "
             "once, and train longer; or set unit=Users(max_examples=...) and `users`."

@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
+from lightning_dpsparse.refused import Refused
+
 
 @dataclass(frozen=True)
 class Delivery:
@@ -50,7 +52,7 @@ class Deliveries:
     def take(self) -> Delivery:
         """The batch of the step that begins."""
         if not self._waiting:
-            raise ValueError(
+            raise Refused(
                 "Expected a fresh batch for every step that is charged, found none: the last one "
                 "is being used again. Let the optimizer call its closure once, and take one step "
                 "for each batch."
@@ -64,7 +66,7 @@ class Deliveries:
     def _check_used(self, allowed: int) -> None:
         if len(self._waiting) > allowed:
             self._waiting.clear()
-            raise ValueError(
+            raise Refused(
                 "Expected every batch that was drawn to be trained on, found one that was skipped: "
                 "which ones are left out may tell of the data. Return losses for every batch, and "
                 "let no hook skip one."

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import Budget
-from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.plugin import lineage
 from lightning_dpsparse.plugin.lineage import History
 from lightning_dpsparse.plugin.logs import Logs
+from lightning_dpsparse.report.facts import make_facts
 
 _LIGHTNINGS_KEYS = {
     "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks",
@@ -42,7 +42,7 @@ class Evidence:
 
     # ---- before training ------------------------------------------------------------------------
 
-    def trust(self, what: str) -> None:
+    def declare_public(self, what: str) -> None:
         """Something that went into the model and is taken to be public: the report says so."""
         if what not in self._not_covered:
             self._not_covered.append(what)
@@ -60,7 +60,7 @@ class Evidence:
         for what in kept["taints"]:
             self.taint(what)
         for what in kept["not_covered"]:
-            self.trust(what)
+            self.declare_public(what)
 
     def begin(self, module: LightningModule, data: str | None, ledger: Ledger, logs: Logs) -> None:
         """The first step is about to be taken, on this data set. `ledger` is what was spent."""
@@ -77,7 +77,7 @@ class Evidence:
             self.taint(fault)
             rank_zero_warn(fault)
         for what in lineage.not_covered(self._history, data, ledger.run):
-            self.trust(what)
+            self.declare_public(what)
 
     def note_saved(self, checkpoint: Mapping[str, Any], weights: Collection[str]) -> None:
         """What user code adds to a checkpoint is released with it, and nobody knows what it is."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dpsparse.plugin.optimizer_watch import Mark, OptimizerWatch, mark_of
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.shards import dense_buffers
 
@@ -141,7 +142,7 @@ class Guard:
         if self._watch.moved() and not moved:
             moved = ["the optimizer's state"]
         if moved:
-            raise ValueError(_message(moved, when))
+            raise Refused(_message(moved, when))
 
     def check_gradients(self) -> None:
         """Right before an update: what the optimizers are about to use was released just now."""
@@ -161,16 +162,16 @@ class Guard:
                         continue
                     version = released.get(id(parameter))
                     if version is None or version[0] is not gradient:
-                        raise ValueError(_gradient_message(self._names[id(parameter)], "another"))
+                        raise Refused(_gradient_message(self._names[id(parameter)], "another"))
                     if version[1] != gradient._version and not self._is_trusted:
-                        raise ValueError(_gradient_message(self._names[id(parameter)], "changed"))
+                        raise Refused(_gradient_message(self._names[id(parameter)], "changed"))
 
     def _check_members(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in self._names:
-                        raise ValueError(
+                        raise Refused(
                             f"Expected {type(optimizer).__name__} to hold parameters of the module "
                             f"only, found another, of shape {tuple(parameter.shape)}: its gradient "
                             "would be neither clipped nor noised. Register it on the module."
@@ -189,7 +190,7 @@ class Guard:
         if not self._is_trusted:
             moved = _changed(self._trainable(), self._before)
             if moved:
-                raise ValueError(_message(moved, "in validation"))
+                raise Refused(_message(moved, "in validation"))
         self.check("in validation")
 
     # ---- callbacks of Lightning's that only average --------------------------------------------

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.datasets import digest, may_share
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import HISTORY_KEY
 from lightning_dpsparse.sharded.shards import register_state_hook
 
@@ -158,7 +159,7 @@ def check_charged(history: History, data: str | None, run: str) -> None:
     """Refuse weights that another private run trained on this data, which nobody would add up."""
     for span in history:
         if span.is_private and span.run != run and may_share(span.data, data):
-            raise ValueError(
+            raise Refused(
                 f"Expected weights that only this run has trained on this data set, found some "
                 f"that private run {span.run} trained on it for {span.steps:,} steps: they would "
                 "not be charged. Go on from that run's checkpoint, with ckpt_path, or start anew."
@@ -170,7 +171,7 @@ def check_public(history: History, data: str | None, name: str) -> None:
     touched = [span for span in history if may_share(span.data, data)]
     if touched:
         how = "privately" if all(span.is_private for span in touched) else "without privacy"
-        raise ValueError(
+        raise Refused(
             f"Expected public weights in {name!r}, found weights that were trained {how} on this "
             "data set: nothing would be charged for them. Go on from their checkpoint with "
             "ckpt_path, or start from weights that this data did not touch."

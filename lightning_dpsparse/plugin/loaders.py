@@ -14,6 +14,7 @@ from lightning.pytorch.overrides.distributed import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.build import on_every_rank
 
 Uneven = Literal["raise", "truncate"]
@@ -45,7 +46,7 @@ def evaluation_loader(loader: object, stage: str, uneven: Uneven, rank: int, wor
     ):
         examples = len(cast(Sized, loader.dataset))
         if examples < world:
-            raise ValueError(
+            raise Refused(
                 f"Expected at least one {stage} example for each of the {world} ranks, found "
                 f"{examples}. Use fewer devices."
             )
@@ -68,7 +69,7 @@ def same_number_of_batches(loader: object, stage: str, uneven: Uneven) -> object
     if min(counts) == max(counts):
         return loader
     if uneven == "raise":
-        raise ValueError(_uneven_message(stage, f"{counts} batches on the ranks in order"))
+        raise Refused(_uneven_message(stage, f"{counts} batches on the ranks in order"))
     return Truncated(cast("Iterable[Any]", loader), min(counts))
 
 
@@ -198,7 +199,7 @@ class InStep:
                 yield batch
                 continue
             if any(has_more) and self._uneven == "raise":
-                raise ValueError(
+                raise Refused(
                     _uneven_message(self._stage, "some ranks at their end and others not")
                 )
             return

@@ -18,6 +18,7 @@ from lightning_dpsparse.plugin.deliveries import Deliveries, Delivery
 from lightning_dpsparse.plugin.guard import Guard
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.probe.coupling import Probe, Reader, is_due
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.examples import tensors
 from lightning_dpsparse.sharded.private import PrivateSteps
 
@@ -76,7 +77,7 @@ class Perimeter:
         if self._arrived is not None:
             arrived, versions = self._arrived
             if arrived is not batch or [t._version for t in tensors(batch)] != versions:
-                raise ValueError(
+                raise Refused(
                     "Expected the batch as the loader and the transfer hooks gave it, found that "
                     "a hook replaced it or wrote to it before training_step. Change batches in "
                     "on_after_batch_transfer or in training_step, where it is measured."

@@ -26,6 +26,7 @@ from lightning_dpsparse.plugin.datasets import check_no_repeats
 from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
 from lightning_dpsparse.plugin.probe.coupling import Reader
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import (
     Phase,
     PoissonBatches,
@@ -39,11 +40,11 @@ from lightning_dpsparse.sampling.units import (
     WholeUsers,
     check_one_day,
 )
-from lightning_dpsparse.sharded.parts import nobody
+from lightning_dpsparse.sharded.split_batch import nobody
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where this process stands."""
 
     rank: int
@@ -59,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class DataShape:
+class SampledData:
     """What accountant and step need to know of the data."""
 
     phases: list[Phase]
@@ -85,7 +86,9 @@ class DataShape:
         return tuple(self.phases), self.num_units, self.expected_batch, self.steps_per_pass
 
 
-def private_loader(loader: object, plan: PrivacyPlan, place: Place) -> tuple[object, DataShape]:
+def private_loader(
+    loader: object, plan: PrivacyPlan, place: RankContext
+) -> tuple[object, SampledData]:
     """The loader that the plan's accounting fits, and the data's shape.
 
     For plan.sampling == "unamplified" the loader stays as it is.
@@ -103,7 +106,7 @@ def _plain(loader: object, plan: PrivacyPlan) -> DataLoader[Any]:
     """A `DataLoader` whose order may be replaced: the user's or Lightning's standard ones."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         found = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
-        raise ValueError(
+        raise Refused(
             f"Expected a DataLoader over a map-style data set for sampling={plan.sampling!r}, "
             f"found {found}: its examples cannot be drawn by number. Use one, or set "
             "sampling='unamplified', which costs far more."
@@ -111,7 +114,7 @@ def _plain(loader: object, plan: PrivacyPlan) -> DataLoader[Any]:
     samplers = (SequentialSampler, RandomSampler, DistributedSampler)
     if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in samplers:
         found = type(_sampler_of(loader)).__name__
-        raise ValueError(
+        raise Refused(
             f"Expected a plain DataLoader for sampling={plan.sampling!r}, found one with a {found}:"
             " its batches are not what the accounting assumes. Leave the sampler out, or set "
             "sampling='unamplified', which costs far more."
@@ -128,8 +131,8 @@ def _sampler_of(loader: DataLoader[Any]) -> object:
 
 
 def _poisson(
-    loader: DataLoader[Any], batch: float, plan: PrivacyPlan, place: Place
-) -> tuple[object, DataShape]:
+    loader: DataLoader[Any], batch: float, plan: PrivacyPlan, place: RankContext
+) -> tuple[object, SampledData]:
     units, num_units = _units(loader.dataset, plan)
     length = -(-units.count // round(batch))
     if plan.by_day:
@@ -141,7 +144,7 @@ def _poisson(
         units, phases, place.key, place.rank, place.world_size, plan.max_batch_size
     )
     batches = PoissonBatches(sampler, length, place.present_step)
-    shape = DataShape(
+    shape = SampledData(
         phases,
         num_units,
         batch,
@@ -161,7 +164,7 @@ def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
         return AllExamples(size), size
     users = _attribute(dataset, "users", "whose each example is", "unit")
     if len(users) != size:
-        raise ValueError(f"Expected {size:,} users, one for each example, found {len(users):,}.")
+        raise Refused(f"Expected {size:,} users, one for each example, found {len(users):,}.")
     kind = WholeUsers if plan.unit.drawn == "users" else CappedExamples
     units = kind(users, plan.unit.max_examples)
     return units, units.num_users
@@ -172,12 +175,12 @@ def _days(
     units: Units,
     batch: float,
     plan: PrivacyPlan,
-    place: Place,
+    place: RankContext,
     length: int,
 ) -> list[Phase]:
     starts = _attribute(dataset, "day_starts", "where each day begins", "by_day")
     if place.planned_steps is None and not place.is_one_epoch:
-        raise ValueError(
+        raise Refused(
             "Expected max_epochs=1 or max_steps with by_day, found several epochs: one takes all "
             "days in order. For more steps a day set max_steps."
         )
@@ -202,19 +205,21 @@ def _name(first: int, stop: int) -> str:
 def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
     value = getattr(dataset, name, None)
     if value is None:
-        raise ValueError(
+        raise Refused(
             f"Expected {type(dataset).__name__}.{name}, which says {meaning}, found none. The "
             f"plan's {setting!r} needs it."
         )
     return np.asarray(value)
 
 
-def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[object, DataShape]:
+def _fixed_order(
+    loader: DataLoader[Any], batch: float, place: RankContext
+) -> tuple[object, SampledData]:
     check_no_repeats(loader.dataset)
     size = len(cast(Sized, loader.dataset))
     each = cast(int, loader.batch_size)
     deal = EvaluationBatches(size, each, place.rank, place.world_size, drop_last=False)
-    shape = DataShape(
+    shape = SampledData(
         [Phase(0, size, 1.0)],
         size,
         batch,
@@ -227,11 +232,11 @@ def _fixed_order(loader: DataLoader[Any], batch: float, place: Place) -> tuple[o
     return _over(loader, _Noted(batches, place.deliveries)), shape
 
 
-def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
+def _any_order(loader: object, plan: PrivacyPlan, place: RankContext) -> SampledData:
     each = getattr(loader, "batch_size", None)
     expected = plan.expected_batch_size or (each * place.world_size if each else None)
     if expected is None:
-        raise ValueError(
+        raise Refused(
             "Expected a batch size to divide by, found a loader without one. Set "
             "expected_batch_size in the privacy plan."
         )
@@ -242,12 +247,12 @@ def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
             "order that does not depend on them, none twice in a batch."
         )
         size = None if isinstance(dataset, IterableDataset) else sized_len(dataset)
-        return DataShape(
+        return SampledData(
             [Phase(0, size or 0, 1.0)], size, expected, dataset=dataset, trusted=trusted
         )
     check_no_repeats(dataset)
     size = len(cast(Sized, dataset))
-    return DataShape(
+    return SampledData(
         [Phase(0, size, 1.0)],
         size,
         expected,
@@ -257,18 +262,18 @@ def _any_order(loader: object, plan: PrivacyPlan, place: Place) -> DataShape:
     )
 
 
-def _check_order(loader: DataLoader[Any], place: Place) -> str | None:
+def _check_order(loader: DataLoader[Any], place: RankContext) -> str | None:
     """Refuse an order that repeats examples or looks at them; say what has to be believed."""
     sampler = _sampler_of(loader)
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
-        raise ValueError(
+        raise Refused(
             f"Expected an order in which every example comes once, found {type(sampler).__name__} "
             "with replacement or weights: an example may come several times in a batch, at the "
             "price of one. Leave the sampler out, and weigh losses instead."
         )
     size, together = len(cast(Sized, loader.dataset)), (loader.batch_size or 0) * place.world_size
     if size < together and size % place.world_size:
-        raise ValueError(
+        raise Refused(
             f"Expected at least one whole batch of {together:,} examples, or as many for every "
             f"rank, found {size:,}: some would be shown to two ranks at once. Use a smaller batch."
         )
@@ -297,7 +302,7 @@ _COUNTED_AT_ONCE = 8192
 class _InOrder:
     """A rank's share of some units, each once."""
 
-    def __init__(self, units: Units, phase: Phase | None, place: Place) -> None:
+    def __init__(self, units: Units, phase: Phase | None, place: RankContext) -> None:
         first, count = (0, units.count) if phase is None else (phase.first, phase.count)
         self._units = units
         self._start = first + count * place.rank // place.world_size
@@ -338,7 +343,7 @@ class _Noted:
     def __iter__(self) -> Iterator[list[int]]:
         for indices in self._batches:
             if len(set(indices)) < len(indices):
-                raise ValueError(
+                raise Refused(
                     "Expected every example once in a batch, found one several times: it would "
                     "count as several at the price of one. Draw without replacement."
                 )

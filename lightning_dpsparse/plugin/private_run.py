@@ -25,8 +25,9 @@ from lightning_dpsparse.plugin.evidence import Evidence
 from lightning_dpsparse.plugin.lineage import History, keep_history
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter
-from lightning_dpsparse.plugin.private_data import DataShape, Place, noted, private_loader
-from lightning_dpsparse.plugin.selecting import RowSelector, tell_tables
+from lightning_dpsparse.plugin.private_data import RankContext, SampledData, noted, private_loader
+from lightning_dpsparse.plugin.selecting import RowSelector, set_selected_rows
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
 from lightning_dpsparse.sharded.selected import public_tables
@@ -45,14 +46,14 @@ class PrivateRun:
         self.ended_early = False
         self.evidence = Evidence(trainer)
         self._ledger: Ledger | None = None
-        self._shape: DataShape | None = None
+        self._shape: SampledData | None = None
         self._budget: Budget | None = None
         self._journal: Journal | None = None
         self._journal_folder = self.folder / "privacy"
         self._selected_before: dict[str, Any] | None = None
         self._selector: RowSelector | None = None
         self._is_selection_overdue = False
-        self.steps: PrivateSteps | None = None
+        self.stepper: PrivateSteps | None = None
         self.deliveries = Deliveries()
         self._perimeter: Perimeter | None = None
         self._logs: Logs | None = None
@@ -72,7 +73,7 @@ class PrivateRun:
     def loader(self, loader: object) -> object:
         """The user's training loader, over batches that the plan draws."""
         trainer = self._trainer
-        place = Place(
+        place = RankContext(
             trainer.global_rank,
             trainer.world_size,
             self._key,
@@ -83,7 +84,7 @@ class PrivateRun:
         )
         loader, shape = private_loader(loader, self.plan, place)
         if self._shape is not None and self._shape.accounted != shape.accounted:
-            raise ValueError(
+            raise Refused(
                 "Expected one training loader, the same in every epoch, found another: the "
                 "accounting was made for the first. Put the data into one data set."
             )
@@ -98,7 +99,7 @@ class PrivateRun:
         """Go on from a checkpoint: what its line of runs has spent stays spent."""
         data = checkpoint.get(CHECKPOINT_KEY)
         if data is None:
-            self.evidence.trust(
+            self.evidence.declare_public(
                 "The data behind the checkpoint that training began from, which has no ledger."
             )
             return
@@ -149,13 +150,13 @@ class PrivateRun:
         )
         self._logs = Logs(self._trainer)
         if shape.trusted is not None:
-            self.evidence.trust(shape.trusted)
+            self.evidence.declare_public(shape.trusted)
         warning = delta_warning(run.delta, run.num_units)
         if warning is not None:
             rank_zero_warn(warning)
         self.evidence.begin(module, digest(shape.dataset), ledger, self._logs)
         self._tell_of_changes(ledger, run.noise_multiplier)
-        run.take_up(ledger)
+        run.continue_ledger(ledger)
         self._prepare_selection(module, run, ledger)
         ahead = from_rank_zero(lambda: forecast(run, ledger))
 
@@ -176,17 +177,17 @@ class PrivateRun:
             self._logs,
             self.evidence.taint,
         )
-        self.steps = PrivateSteps(
+        self.stepper = PrivateSteps(
             module,
             run,
             self._key,
             diagnose=self._diagnose,
             probe=perimeter.probe if perimeter.probes else None,
         )
-        perimeter.open(self.steps)
-        self._perimeter, self._rounding_price = perimeter, self.steps.rounding_price
+        perimeter.open(self.stepper)
+        self._perimeter, self._rounding_price = perimeter, self.stepper.rounding_price
         if self._is_watched:
-            self.steps.watch_gradient_size(module, self._trainer.strategy.root_device)
+            self.stepper.watch_gradient_size(module, self._trainer.strategy.root_device)
         for fault in self.plan.faults():
             rank_zero_warn(fault)
         self._announce()
@@ -195,14 +196,14 @@ class PrivateRun:
         """Rows that were selected before stay so; a selection that is overdue is charged."""
         selection = selection_of(self.plan.mechanism)
         if selection is None:
-            tell_tables(module, None, None)
+            set_selected_rows(module, None, None)
             return
         examples = self.plan.unit.max_examples if isinstance(self.plan.unit, Users) else 1
         source = self.plan.make_source(self._key)
         self._selector = RowSelector(selection, module, source, examples)
         if isinstance(selection.frequencies, PublicFrequencies):
             self._selector.select_by_public_counts(selection.frequencies)
-            self.evidence.trust(selection.frequencies.trusted)
+            self.evidence.declare_public(selection.frequencies.trusted)
         elif self._selected_before and self._selected_before["of"] == repr(selection):
             self._selector.restore(self._selected_before)
         elif not run.selects_before(ledger.steps - ledger.lost):
@@ -318,21 +319,21 @@ class PrivateRun:
 
     def measurements(self) -> dict[str, float]:
         """Of the last step, for a logger: made of public settings."""
-        assert self.steps is not None
+        assert self.stepper is not None
         return {
             "noise_multiplier": self.budget.run.noise_multiplier,
-            "noise_stddev": self.steps.noise_stddev,
+            "noise_stddev": self.stepper.noise_stddev,
         }
 
     def diagnostics(self) -> dict[str, float]:
         """Of the last step, where asked for: made of private data, without noise."""
-        assert self.steps is not None
-        return {f"nonprivate/{name}": value for name, value in self.steps.diagnostics().items()}
+        assert self.stepper is not None
+        return {f"nonprivate/{name}": value for name, value in self.stepper.diagnostics().items()}
 
     def gradient_size(self) -> dict[str, float]:
         """Rows that were updated in the mean step since the last call. On all ranks."""
-        assert self.steps is not None
-        return self.steps.gradient_size()
+        assert self.stepper is not None
+        return self.stepper.gradient_size()
 
     # ---- what is kept and shown -----------------------------------------------------------------
 
@@ -374,9 +375,9 @@ class PrivateRun:
             self._perimeter.close()
         if self._logs is not None:
             self._logs.close()
-        if self.steps is not None:
-            self.steps.close()
-        self.steps = None
+        if self.stepper is not None:
+            self.stepper.close()
+        self.stepper = None
 
     @property
     def folder(self) -> Path:

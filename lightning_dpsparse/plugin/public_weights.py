@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.plugin.lineage import history_in, history_of, keep_history
 from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import load_whole_state
 
 
@@ -38,7 +39,7 @@ class PublicWeights(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = getattr(trainer.strategy, "private_run", None)
         if isinstance(run, PrivateRun):
-            run.evidence.trust(
+            run.evidence.declare_public(
                 f"The data behind the weights of {self.path.name!r}, taken to be public."
             )
         if self._is_loaded:  # fit, and fit again: what was learned stays
@@ -60,7 +61,7 @@ class PublicWeights(Callback):
 
     def _read(self) -> dict[str, Any]:
         if not self.path.is_file():
-            raise ValueError(
+            raise Refused(
                 f"Expected a file of weights, found none at {str(self.path)!r}. Save a state dict "
                 "there with torch.save; for a sharded checkpoint use `lightning-dpsparse "
                 "consolidate`."
@@ -87,7 +88,7 @@ class PublicWeights(Callback):
             (misshapen, "has weights of other shapes", "Build the model that they were saved from"),
         ):
             if keys:
-                raise ValueError(
+                raise Refused(
                     f"Expected {str(self.path)!r} to fit {prefix[:-1] or 'the model'!r}, found "
                     f"that it {fault}: {sorted(keys)}. {remedy}."
                 )

@@ -19,11 +19,12 @@ from torch.optim import LBFGS, Optimizer
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.plugin.lineage import History
 from lightning_dpsparse.plugin.logs import Logs
+from lightning_dpsparse.refused import Refused
 
 
 def check_module_class(module: object) -> None:
     if not isinstance(module, LightningModule):
-        raise TypeError(
+        raise Refused(
             f"Expected a lightning.pytorch.LightningModule, found {type(module).__name__} from "
             f"{type(module).__module__!r}. Modules and trainers of the separate package "
             "`pytorch_lightning` are other classes: import both from `lightning.pytorch`."
@@ -33,7 +34,7 @@ def check_module_class(module: object) -> None:
 def check_trainer(trainer: Trainer, precision: Precision) -> None:
     """Settings of the Trainer."""
     if precision.precision != "32-true":
-        raise ValueError(
+        raise Refused(
             f"Expected precision='32-true', found {precision.precision!r}: the tables and their "
             "gradients are float32. Leave precision out."
         )
@@ -43,12 +44,12 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             isinstance(callback, GradientAccumulationScheduler)
             and callback.going_to_accumulate_grad_batches()
         ):
-            raise ValueError(
+            raise Refused(
                 "Expected one batch to a step throughout, found GradientAccumulationScheduler: the "
                 "fused optimizer updates the tables in every backward pass. Leave it out."
             )
     if trainer.gradient_clip_val:
-        raise ValueError(
+        raise Refused(
             f"Expected no gradient_clip_val, found {trainer.gradient_clip_val}: the tables' "
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
@@ -58,7 +59,7 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
 def check_accumulation(trainer: Trainer) -> None:
     """At the start and before every step: callbacks may switch it on later."""
     if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
+        raise Refused(
             f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the "
             "fused optimizer updates the tables in every backward pass. Use a larger batch_size."
         )
@@ -69,7 +70,7 @@ def check_one_loader(trainer: Trainer) -> None:
     loaders = trainer.fit_loop._combined_loader
     count = 0 if loaders is None else len(loaders.flattened)
     if count > 1:
-        raise ValueError(
+        raise Refused(
             f"Expected one training loader in private training, found {count}: an example may come "
             "in each of them, and is charged for one. Put the data into one data set."
         )
@@ -79,7 +80,7 @@ def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
     """A learning rate that follows the training loss carries it into the model without noise."""
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor and logs.is_from_training(config.monitor):
-            raise ValueError(
+            raise Refused(
                 f"Expected a learning rate that follows a schedule or a metric of validation data, "
                 f"found one that follows {config.monitor!r}, which training logs without noise. "
                 "Monitor another metric, or use a schedule."
@@ -89,13 +90,13 @@ def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
 def check_private_module(module: LightningModule) -> None:
     """Ways of training in which the strategy does not see every step."""
     if not module.automatic_optimization:
-        raise ValueError(
+        raise Refused(
             "Expected automatic optimization in private training, found "
             "automatic_optimization=False: backward passes and updates would not be those that "
             "are charged. Return one loss per example from training_step instead."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
+        raise Refused(
             "Expected training_step(batch, batch_idx) in private training, found dataloader_iter: "
             "which batches it takes would not be seen. Take the batch as an argument."
         )
@@ -107,7 +108,7 @@ def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
+            raise Refused(
                 f"Expected no weight averaging with {type(mechanism).__name__}, found "
                 f"{type(callback).__name__}: it would average rows that still owe noise. Average "
                 "checkpoints instead, or use DPSGD."
@@ -117,7 +118,7 @@ def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
 def check_optimizers(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
-            raise ValueError(
+            raise Refused(
                 "Expected an optimizer that takes one gradient a step, found LBFGS: each of its "
                 "evaluations would update the tables. Use SGD, Adagrad or Adam."
             )
@@ -126,7 +127,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 def check_private_resume(spent: object, plan: object) -> None:
     """A model that was trained privately may not go on without a plan and keep its name."""
     if spent is not None and plan is None:
-        raise ValueError(
+        raise Refused(
             "Expected a privacy plan to go on with a private run, found none: every further step "
             "would be unprotected and uncounted. Set privacy on the strategy."
         )
@@ -135,7 +136,7 @@ def check_private_resume(spent: object, plan: object) -> None:
 def check_private_history(history: History) -> None:
     """The same for weights that are still in memory, or came from a file."""
     if any(span.is_private for span in history):
-        raise ValueError(
+        raise Refused(
             "Expected a privacy plan to go on with weights that were trained privately, found "
             "none: every further step would be unprotected and uncounted. Set privacy on the "
             "strategy, or begin with a new module."
@@ -146,7 +147,7 @@ def loss_of(output: STEP_OUTPUT) -> Tensor:
     """The loss of a private training_step. None would skip a step, which tells of the data."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise ValueError(
+        raise Refused(
             "Expected training_step to return a loss in every private step, found none: a skipped "
             "step depends on the data, and other ranks would wait. Return the losses, even if zero."
         )
@@ -156,7 +157,7 @@ def loss_of(output: STEP_OUTPUT) -> Tensor:
 def one_loss_per_example(loss: Tensor) -> Tensor:
     if loss.ndim == 1:
         return loss
-    raise ValueError(
+    raise Refused(
         f"Expected one loss per example (1-D), found {loss.ndim} dimensions. Return the loss "
         "with reduction='none', reduced over everything but the batch."
     )
@@ -167,7 +168,7 @@ def check_layers(module: LightningModule, *, sync_batchnorm: bool) -> None:
     if sync_batchnorm and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()
     ):
-        raise ValueError(
+        raise Refused(
             "Expected sync_batchnorm=False, found True: this strategy does not wrap the module. "
             "Use LayerNorm, which needs no synchronisation."
         )

@@ -12,11 +12,12 @@ from tqdm import tqdm
 
 from lightning_dpsparse.mechanisms.selection import Histogram, PublicFrequencies, Selection
 from lightning_dpsparse.noise.sources import NoiseSource
-from lightning_dpsparse.plugin.private_data import DataShape
+from lightning_dpsparse.plugin.private_data import SampledData
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import Phase
 from lightning_dpsparse.sharded.collections import sharded_collections
+from lightning_dpsparse.sharded.cut import PrivateLookup
 from lightning_dpsparse.sharded.private import from_rank_zero
-from lightning_dpsparse.sharded.seam import Seam
 from lightning_dpsparse.sharded.selected import IdCounter, check_one_table_each, public_tables
 
 
@@ -40,7 +41,7 @@ class RowSelector:
         frequencies = self.selection.frequencies
         known = {feature for table in self._tables for feature in table.features}
         if isinstance(frequencies, Histogram) and frequencies.max_ids_of.keys() - known:
-            raise ValueError(
+            raise Refused(
                 "Expected features of the tables in max_ids_of, found "
                 f"{sorted(frequencies.max_ids_of.keys() - known)}."
             )
@@ -49,7 +50,7 @@ class RowSelector:
         row = self.selection.out_of_vocabulary_row
         smallest = min(table.num_rows for table in self._tables)
         if self.selection.maps_to_one_row and not 0 <= row < smallest:
-            raise ValueError(
+            raise Refused(
                 f"Expected out_of_vocabulary_row within every table, found {row}, where the "
                 f"smallest has {smallest} rows."
             )
@@ -60,7 +61,7 @@ class RowSelector:
 
     def select_by_data(
         self,
-        shape: DataShape,
+        shape: SampledData,
         phase: Phase | None,
         device: torch.device,
         *,
@@ -93,7 +94,7 @@ class RowSelector:
 
     def _take(self, rows: dict[str, Tensor]) -> None:
         self._rows = rows
-        tell_tables(self._module, rows, self.row_for_others)
+        set_selected_rows(self._module, rows, self.row_for_others)
         total = sum(table.num_rows for table in self._tables)
         chosen = sum(len(r) for r in rows.values())
         rank_zero_info(f"Selected {chosen:,} of {total:,} rows.")
@@ -121,8 +122,10 @@ class RowSelector:
         self._take(dict(state["rows"]))
 
 
-def tell_tables(module: nn.Module, rows: Mapping[str, Tensor] | None, others: int | None) -> None:
+def set_selected_rows(
+    module: nn.Module, rows: Mapping[str, Tensor] | None, others: int | None
+) -> None:
     """Have the module's tables update these rows only, and map other ids if asked."""
     for collection in sharded_collections(module).values():
-        assert isinstance(collection, Seam)
+        assert isinstance(collection, PrivateLookup)
         collection.select_rows(rows, others)

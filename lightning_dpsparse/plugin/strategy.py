@@ -25,11 +25,12 @@ from lightning_dpsparse.plugin import loaders, refusals
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.lineage import keep_history
 from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded.fused import FusedOptimizer
-from lightning_dpsparse.sharded.parts import split_batch
 from lightning_dpsparse.sharded.placement import Placement
 from lightning_dpsparse.sharded.refusals import check_wrappers
+from lightning_dpsparse.sharded.split_batch import split_batch
 
 
 class DPSparseStrategy(ShardedCheckpoints):
@@ -69,7 +70,7 @@ class DPSparseStrategy(ShardedCheckpoints):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )
         if max_physical_batch is not None and (privacy is None or max_physical_batch < 1):
-            raise ValueError(
+            raise Refused(
                 f"Expected max_physical_batch of at least 1, and a privacy plan, found "
                 f"{max_physical_batch} and {privacy}. Without privacy, use a smaller batch_size."
             )
@@ -177,12 +178,12 @@ class DPSparseStrategy(ShardedCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._follow_schedule()
-        if self._run is None or self._run.steps is None:
+        if self._run is None or self._run.stepper is None:
             return super().training_step(*args, **kwargs)
         batch, *rest = args
         self._run.begin_step(batch)
         self._show_epsilon()
-        private = self._run.steps
+        private = self._run.stepper
         forward = partial(self._losses, *rest, **kwargs)
         self._run.perimeter.forward = lambda batch: forward(self._moved(batch))
         most = self.max_physical_batch
@@ -233,7 +234,7 @@ class DPSparseStrategy(ShardedCheckpoints):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        if self._run is None or self._run.steps is None:
+        if self._run is None or self._run.stepper is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         run = self._run
 
@@ -284,9 +285,9 @@ class DPSparseStrategy(ShardedCheckpoints):
         Privately, every hook after this one sees noisy gradients only.
         """
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        if self._run is not None and self._run.steps is not None:
+        if self._run is not None and self._run.stepper is not None:
             self._run.perimeter.before_release()
-            self._run.steps.step(refusals.one_loss_per_example(loss))
+            self._run.stepper.step(refusals.one_loss_per_example(loss))
             self._run.perimeter.after_release()
         else:
             mean = self._global_mean(loss)

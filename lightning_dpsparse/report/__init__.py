@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report.page import page
 from lightning_dpsparse.report.text import show
 
@@ -29,7 +30,7 @@ def render(facts: Mapping[str, Any]) -> str:
     Reference: Ponomareva et al. 2023, section 5.3 (arXiv:2303.00654).
     """
     if facts.get("format") != FORMAT:
-        raise ValueError(
+        raise Refused(
             f"Expected a privacy report of format {FORMAT}, found {facts.get('format')!r}. "
             "Read it with the version of lightning_dpsparse that wrote it."
         )
@@ -61,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
     """The facts that `write` put into `folder`."""
     path = folder / JSON_NAME
     if not path.is_file():
-        raise FileNotFoundError(
+        raise Refused(
             f"Expected {JSON_NAME} in {folder}, found none. Name the folder of a private run."
         )
     found: dict[str, Any] = json.loads(path.read_bytes())

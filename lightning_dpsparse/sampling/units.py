@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dpsparse.refused import Refused
+
 Ints = NDArray[np.int64]
 
 
@@ -101,7 +103,7 @@ def check_one_day(users_N: Sequence[int] | Ints, day_starts: Sequence[int]) -> N
     day_N = np.searchsorted(np.asarray(day_starts), np.arange(users.size), side="right")
     pairs = np.unique(np.stack([users, day_N]), axis=1)
     if np.unique(users).size != pairs.shape[1]:
-        raise ValueError(
+        raise Refused(
             "Expected every user to live in one day, as the plan says, found users with examples "
             "on several. Set in_one_day to False: days then add up."
         )

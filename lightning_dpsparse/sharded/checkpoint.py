@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import sharded_tables
 from lightning_dpsparse.sharded.fused import (
     combined_fused_optimizer,
@@ -99,7 +100,7 @@ def consolidate(path: Path) -> dict[str, Any]:
 def _check_directory(path: Path) -> None:
     if not (path / META_FILE).is_file():
         found = "a file" if path.is_file() else "no such directory" if not path.exists() else "none"
-        raise ValueError(
+        raise Refused(
             f"Expected a checkpoint directory that holds {META_FILE}, found {found} at "
             f"{str(path)!r}. Pass the directory that this strategy saved."
         )
@@ -109,7 +110,7 @@ def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     absent = load_whole_state(module, checkpoint["state_dict"])
     if absent and strict:
-        raise ValueError(f"Expected {str(path)!r} to hold {absent}, found none of that.")
+        raise Refused(f"Expected {str(path)!r} to hold {absent}, found none of that.")
     return checkpoint
 
 
@@ -137,7 +138,7 @@ def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict:
     """One error that names what does not fit, instead of the loader's first complaint."""
     missing = [key for key in model_state if f"model.{key}" not in stored]
     if missing and strict:
-        raise ValueError(
+        raise Refused(
             f"Expected the checkpoint to hold {missing}, found none of that. Load it into the "
             "model it was saved from, or set strict_loading=False on the module."
         )
@@ -146,7 +147,7 @@ def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict:
         if not isinstance(entry, TensorStorageMetadata):
             continue
         if tuple(entry.size) != tuple(value.size()):
-            raise ValueError(
+            raise Refused(
                 f"Expected {key} of shape {tuple(value.size())}, found {tuple(entry.size)} in the "
                 "checkpoint. Give the model the sizes it was saved with."
             )
@@ -166,12 +167,12 @@ def _load_fused_optimizer(path: Path, stored: dict[str, Any], module: nn.Module)
 def _check_optimizer_entry(stored: dict[str, Any], key: str, value: Tensor) -> None:
     entry = stored.get(key)
     if entry is None:
-        raise ValueError(
+        raise Refused(
             f"Expected the checkpoint to hold {key}, found none: it was saved with another fused "
             "optimizer. Resume with that one, or load the weights alone."
         )
     if tuple(entry.size) != tuple(value.size()):
-        raise ValueError(
+        raise Refused(
             f"Expected {key} of shape {tuple(value.size())}, found {tuple(entry.size)}: row-wise "
             "Adagrad keeps one state per column piece, and pieces cannot be merged or cut. Resume "
             "with the column placement it was saved with, or load the weights alone."

@@ -40,7 +40,7 @@ class KernelDebts:
         kernel: Any,
         layout: Layout,
         table_names: Sequence[str],
-        corners: Sequence[tuple[int, int]],
+        shard_offsets: Sequence[tuple[int, int]],
         mechanism: LazyDP,
         noise: NoiseSource,
         noise_stddev: float,
@@ -54,7 +54,9 @@ class KernelDebts:
             Debts(
                 mechanism,
                 weight,
-                StackNoise(noise, stack, table_names, corners, layout.namesake(stack.tables)),
+                StackNoise(
+                    noise, stack, table_names, shard_offsets, layout.stream_table(stack.tables)
+                ),
                 self._clock,
                 grid,
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.shards import tables_hidden
 
 
@@ -49,7 +50,7 @@ class DenseParameters:
 
 def _refuse(name: str, parameter: Tensor) -> None:
     parameter.grad = None
-    raise ValueError(
+    raise Refused(
         f"Expected gradients that a private step released, found one that a backward pass of its "
         f"own left on {name!r}: neither clipped nor noised. Return all losses from training_step, "
         "one per example, and call backward() nowhere."

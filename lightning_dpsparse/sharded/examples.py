@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from lightning_dpsparse.refused import Refused
+
 # B examples, F features, L ids, K examples that are taken
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -38,7 +40,7 @@ def num_examples(batch: Any, fallback: int | None = None) -> int:
             return value.stride()
     if fallback is not None:
         return fallback
-    raise ValueError(
+    raise Refused(
         f"Expected a KeyedJaggedTensor in the batch, found none in {type(batch).__name__}: its "
         "examples cannot be counted."
     )

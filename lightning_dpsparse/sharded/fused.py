@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer
 
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.shards import local_kernels
 
 _FBGEMM_NAME = {
@@ -51,42 +52,42 @@ class FusedOptimizer:
     def check(self, device: torch.device, mechanism: Mechanism | None = None) -> None:
         """Refuse what FBGEMM or the mechanism would silently leave out or get wrong."""
         if self.learning_rate < 0:
-            raise ValueError(f"Expected learning_rate >= 0, found {self.learning_rate}.")
+            raise Refused(f"Expected learning_rate >= 0, found {self.learning_rate}.")
         if self.kind == "adam" and device.type == "cpu":
-            raise ValueError(
+            raise Refused(
                 "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on "
                 "CUDA only. Use rowwise_adagrad, adagrad or sgd."
             )
         if mechanism is not None and mechanism.defers and self.kind != "sgd":
-            raise ValueError(
+            raise Refused(
                 f"Expected fused_optimizer kind 'sgd' with {type(mechanism).__name__}, found "
                 f"{self.kind!r}: its steps depend on past noise, so that noise cannot be put off. "
                 "Use sgd (schedules and weight decay are fine), or DPSGD with any optimizer."
             )
         if self.weight_decay < 0:
-            raise ValueError(f"Expected weight_decay >= 0, found {self.weight_decay}.")
+            raise Refused(f"Expected weight_decay >= 0, found {self.weight_decay}.")
         if self.weight_decay and self.kind == "sgd":
             self._check_sgd_decay(mechanism)
             return
         if self.weight_decay and self.kind == "adagrad":
-            raise ValueError(
+            raise Refused(
                 f"Expected weight_decay=0 with adagrad, found {self.weight_decay}: FBGEMM's "
                 "adagrad kernel ignores it. Use rowwise_adagrad or adam on CUDA."
             )
         if self.weight_decay and device.type == "cpu":
-            raise ValueError(
+            raise Refused(
                 f"Expected weight_decay=0 on CPU, found {self.weight_decay}: FBGEMM's CPU row-wise "
                 "Adagrad applies it only to tables that several features share. Set it to 0."
             )
 
     def _check_sgd_decay(self, mechanism: Mechanism | None) -> None:
         if mechanism is None:
-            raise ValueError(
+            raise Refused(
                 f"Expected weight_decay=0 with sgd, found {self.weight_decay}: FBGEMM's sgd kernel "
                 "ignores it. Use rowwise_adagrad or adam on CUDA, or train privately."
             )
         if not mechanism.reaches_all_rows:
-            raise ValueError(
+            raise Refused(
                 f"Expected weight_decay=0 with {type(mechanism).__name__}, found "
                 f"{self.weight_decay}: only rows that were read would decay. Use DPSGD or LazyDP."
             )
@@ -111,13 +112,13 @@ def check_kernels(module: nn.Module, optimizer: FusedOptimizer) -> None:
     for _, kernel in local_kernels(module):
         found = kernel.emb_module.optimizer
         if found != _FBGEMM_NAME[optimizer.kind]:
-            raise ValueError(
+            raise Refused(
                 f"Expected tables with {optimizer.kind} fused in, found {found.name}: they were "
                 "sharded by an earlier trainer. Use its fused optimizer, or a new module."
             )
         decay = float(kernel.emb_module.optimizer_args.weight_decay)
         if decay != optimizer.weight_decay:
-            raise ValueError(
+            raise Refused(
                 f"Expected tables with weight decay {optimizer.weight_decay} fused in, found "
                 f"{decay}: they were sharded by an earlier trainer. Use the same, or a new module."
             )

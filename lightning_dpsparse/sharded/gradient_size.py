@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dpsparse.engine.read import Read, short_name
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.step_inputs import Read, short_name
 from lightning_dpsparse.sharded.collections import sharded_tables
 
 
@@ -40,7 +40,7 @@ class GradientSize:
                 for table, (start, stop) in zip(
                     stack.tables, pairwise(stack.bounds(gradient.rows_U))
                 ):
-                    if read.corners[table][1] == 0:  # other columns of the row are not another row
+                    if read.shard_offsets[table][1] == 0:  # other columns are no other row
                         self._rows[self._place[read.table_names[table]]] += stop - start
 
     def take(self) -> dict[str, float]:

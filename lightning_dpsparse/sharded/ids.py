@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_dpsparse.refused import Refused
+
 # F features, L lookups
 
 
@@ -30,7 +32,7 @@ class IdCheck:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         features: KeyedJaggedTensor = args[0]
         if features.variable_stride_per_key():
-            raise ValueError(
+            raise Refused(
                 "Expected one batch size for all features, found a KeyedJaggedTensor with a stride "
                 "per key, which is not supported here. Repeat the shorter features' bags."
             )
@@ -41,14 +43,14 @@ class IdCheck:
         )
         wrong_L = (ids_L < 0) | (ids_L >= limits_L)
         if bool(wrong_L.any()):
-            raise ValueError(self._message(features, wrong_L))
+            raise Refused(self._message(features, wrong_L))
 
     def _limits(self, features: KeyedJaggedTensor, ids_L: Tensor) -> Tensor:
         keys = features.keys()
         if self._limits_F is None or self._limits_F[0] != keys:
             missing = sorted(set(self._num_rows) - set(keys))
             if missing:
-                raise ValueError(
+                raise Refused(
                     f"Expected a bag for every feature of the tables, found none for {missing}. "
                     f"The batch has {keys}."
                 )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     plain_collections,
     sharded_collections,
@@ -18,8 +19,8 @@ from lightning_dpsparse.sharded.collections import (
     weight_of,
     weight_path,
 )
+from lightning_dpsparse.sharded.cut import PrivateLookup
 from lightning_dpsparse.sharded.debts import pay_all
-from lightning_dpsparse.sharded.seam import Seam
 from lightning_dpsparse.sharded.shards import TableShard, local_shards
 
 # B queries of this rank, P after padding, W ranks, Q = W * P queries of all ranks, D row width,
@@ -74,16 +75,16 @@ class ItemTable:
         self._table, self._normalize = table, normalize
         found = {config.name: (path, child, config) for path, child, config in _tables(module)}
         if table not in found:
-            raise ValueError(
+            raise Refused(
                 f"Expected a table {table!r} in the module, found {sorted(found)}. Name one of "
                 "them, and build the module first (configure_model)."
             )
         path, collection, config = found[table]
         self.num_rows, self._width = config.num_embeddings, config.embedding_dim
         key = weight_path(path, collection, table)
-        self._collection: Seam | None = None
+        self._collection: PrivateLookup | None = None
         self._world = 1
-        if isinstance(collection, Seam):
+        if isinstance(collection, PrivateLookup):
             self._collection, self._world = collection, dist.get_world_size()
             self._shards = [shard for shard in local_shards(module) if shard.key == key]
         else:
@@ -100,7 +101,7 @@ class ItemTable:
         orders of summation differ too little to survive the rounding, but for chance.
         """
         if not 1 <= k <= self.num_rows:
-            raise ValueError(
+            raise Refused(
                 f"Expected k from 1 to the {self.num_rows:,} rows of table {self._table!r}, found "
                 f"{k}. Ask for fewer rows."
             )
@@ -130,7 +131,7 @@ class ItemTable:
     def _share(self, query_BD: Tensor) -> _Queries:
         """Every rank's queries on every rank; and all that the table owes is paid."""
         if query_BD.ndim != 2 or query_BD.shape[1] != self._width:
-            raise ValueError(
+            raise Refused(
                 f"Expected queries as wide as table {self._table!r}, (B, {self._width}), found "
                 f"shape {tuple(query_BD.shape)}."
             )
@@ -152,7 +153,7 @@ class ItemTable:
         if collection is None:
             return
         if collection._map_ids is not None:
-            raise ValueError(
+            raise Refused(
                 f"Expected every id of table {self._table!r} to read a row of its own, found that "
                 "ids outside a selection share one, so that they cannot be told apart. Set "
                 "unselected to 'frozen'."

@@ -24,7 +24,7 @@ class TablePiece:
 
     name: str
     """Path of the table's weight in the module."""
-    corner: tuple[int, int]
+    shard_offset: tuple[int, int]
     """Its first row and column."""
     has_all_columns: bool
 
@@ -51,8 +51,8 @@ class KernelRead:
         return [piece.name for piece in self.pieces]
 
     @property
-    def corners(self) -> list[tuple[int, int]]:
-        return [piece.corner for piece in self.pieces]
+    def shard_offsets(self) -> list[tuple[int, int]]:
+        return [piece.shard_offset for piece in self.pieces]
 
     @property
     def has_whole_rows(self) -> bool:
@@ -86,7 +86,7 @@ class KernelRead:
         return Lookup(self.bags, gradient)
 
 
-def corner_of(table: Any) -> tuple[int, int]:
+def shard_offset_of(table: Any) -> tuple[int, int]:
     """First row and column of a table's piece."""
     if table.local_metadata is None:
         return 0, 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.read import take
+from lightning_dpsparse.engine.step_inputs import take
 from lightning_dpsparse.sharded.kernel_read import KernelRead
 
 # n examples of this rank, B examples of all ranks after padding, F features, L lookups

@@ -24,8 +24,9 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import plain_collections, table_configs
-from lightning_dpsparse.sharded.seam import ShardedSequences, ShardedTables
+from lightning_dpsparse.sharded.cut import ShardedSequences, ShardedTables
 
 PlacementKind = Literal[
     "auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid"
@@ -232,7 +233,7 @@ def _table_configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
     for path, collection in plain_collections(module).items():
         for config in table_configs(collection):
             if config.name in configs:
-                raise ValueError(
+                raise Refused(
                     f"Expected every table to have a name of its own, found {config.name!r} "
                     f"twice (again in {path!r}). Rename one of them."
                 )
@@ -248,7 +249,7 @@ def is_mean(config: BaseEmbeddingConfig) -> bool:
 def _check_names(placement: Placement, configs: Mapping[str, BaseEmbeddingConfig]) -> None:
     unknown = sorted(set(placement.tables) - set(configs))
     if unknown:
-        raise ValueError(
+        raise Refused(
             f"Expected placement.tables to name tables of the model, found {unknown}. "
             f"The model has {sorted(configs)}."
         )
@@ -263,23 +264,23 @@ def _constraint(
 ) -> ParameterConstraints:
     """The planner's freedom for one table."""
     if not isinstance(config, EmbeddingBagConfig) and choice.kind not in _OF_SEQUENCES:
-        raise ValueError(
+        raise Refused(
             f"Expected table {config.name!r} of an EmbeddingCollection to be placed by one of "
             f"{list(_OF_SEQUENCES)}, found {choice.kind!r}, which TorchRec has for bags only. Use "
             "row_wise or column_wise to cut it."
         )
     if choice.ranks is not None and choice.kind not in ("table_wise", "column_wise"):
-        raise ValueError(
+        raise Refused(
             f"Expected ranks with table_wise or column_wise only, found {choice.kind} for table "
             f"{config.name!r}. Leave ranks out: the planner picks them."
         )
     if choice.ranks is not None and not set(choice.ranks) <= set(range(world_size)):
-        raise ValueError(
+        raise Refused(
             f"Expected ranks from 0 to {world_size - 1} for table {config.name!r}, found "
             f"{choice.ranks}."
         )
     if choice.kind == "table_wise" and choice.ranks is not None and len(choice.ranks) != 1:
-        raise ValueError(
+        raise Refused(
             f"Expected one rank for table_wise table {config.name!r}, found {choice.ranks}. "
             "Use column_wise or row_wise to cut a table."
         )
@@ -320,7 +321,7 @@ def _column_width(config: BaseEmbeddingConfig, shards: int | None, most: int) ->
     if shards is None:
         return width // max(fits)
     if width % shards or (width // shards) % COLUMN_MULTIPLE:
-        raise ValueError(
+        raise Refused(
             f"Expected table {config.name!r} (width {width}) to be cut into pieces of a multiple "
             f"of {COLUMN_MULTIPLE} columns, found {shards} pieces. Choose from {fits}."
         )

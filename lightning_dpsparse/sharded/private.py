@@ -15,17 +15,18 @@ from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers, padding_rows
 from lightning_dpsparse.engine.graph import graph_of
 from lightning_dpsparse.engine.rounding import check_price, price
-from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Clipped, Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.collections import sharded_collections
+from lightning_dpsparse.sharded.cut import PrivateLookup, all_reads
 from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
 from lightning_dpsparse.sharded.dense_parameters import DenseParameters
 from lightning_dpsparse.sharded.gradient_size import GradientSize
 from lightning_dpsparse.sharded.kernel_read import KernelRead
 from lightning_dpsparse.sharded.observation import Observation
-from lightning_dpsparse.sharded.seam import Seam, all_reads
 from lightning_dpsparse.sharded.table_weights import watch_weights
 
 T = TypeVar("T")
@@ -51,12 +52,12 @@ class PrivateSteps:
         self._collections = [
             collection
             for collection in sharded_collections(module).values()
-            if isinstance(collection, Seam)
+            if isinstance(collection, PrivateLookup)
         ]
         self.parameters = DenseParameters(module)
         self._padding = padding_rows(module)
         plan = run.plan
-        self._recipe = Recipe(
+        self._recipe = StepConfig(
             plan.mechanism,
             plan.clipping,
             plan.clip_norm,
@@ -138,13 +139,13 @@ class PrivateSteps:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
         mechanism = self._recipe.mechanism
         if mechanism.chooses_by_batch:
-            raise ValueError(
+            raise Refused(
                 "Expected the whole batch in one part, found more: "
                 f"{type(mechanism).__name__} chooses rows by all of it. Leave max_physical_batch "
                 "out, or draw fewer examples."
             )
         if self._unit_sizes is not None:
-            raise ValueError(
+            raise Refused(
                 "Expected the whole batch in one part, found more: a user's examples must be "
                 "clipped together. Leave max_physical_batch out, or draw fewer users."
             )
@@ -155,7 +156,7 @@ class PrivateSteps:
         self._clip(loss_n)
         self._is_open = False
         if self._num_examples is not None and self._seen != self._num_examples:
-            raise ValueError(
+            raise Refused(
                 "Expected the examples that were drawn for this step, found another number of "
                 "them. Leave none out and add none: give an example that should not count a loss "
                 "of zero."
@@ -205,7 +206,7 @@ class PrivateSteps:
         Returns whether other parameters than before are trainable.
         """
         if unit_sizes is not None and min(unit_sizes, default=1) < 1:
-            raise ValueError(
+            raise Refused(
                 "Expected at least one example of every user, found none of some. Leave out users "
                 "without examples."
             )
@@ -263,7 +264,7 @@ class PrivateSteps:
 
     def _clip(self, loss_n: Tensor) -> None:
         if not self._is_open:
-            raise ValueError(
+            raise Refused(
                 "Expected one backward pass for every step that is charged, found a second one: it "
                 "would see the same examples at no price. Return all losses from training_step, "
                 "and let the optimizer call its closure once."
@@ -274,7 +275,7 @@ class PrivateSteps:
         self._check_backward(loss_n)
         ranks = self._ranks(loss_n)
         self._seen += loss_n.numel()
-        leader_B = None if self._unit_sizes is None else self._leaders(loss_n, ranks)
+        first_of_unit_B = None if self._unit_sizes is None else self._leaders(loss_n, ranks)
         out = self._flat if self._sums is None else None  # fresh memory costs more than the work
         part = clipped_sums(
             loss_n,
@@ -283,7 +284,7 @@ class PrivateSteps:
             self._recipe,
             ranks,
             self._step,
-            leader_B,
+            first_of_unit_B,
             out,
         )
         self._sums = part if self._sums is None else self._sums + part
@@ -294,14 +295,14 @@ class PrivateSteps:
         unread = [collection for collection in self._collections if not collection.padded_size]
         with self._cut(is_whole=False):
             for collection in unread:
-                loss_n = loss_n + collection.read_nobody(loss_n.numel(), loss_n.device)
+                loss_n = loss_n + collection.read_empty_batch(loss_n.numel(), loss_n.device)
         return loss_n
 
     def _check_backward(self, loss_n: Tensor) -> None:
         """The graph must end where a private step can see it, and nowhere else."""
         graph, reads = graph_of(loss_n), all_reads(self._collections)
         if self._dense.has_gradients() or any(read.leaf.grad is not None for read in reads):
-            raise ValueError(
+            raise Refused(
                 "Expected the first backward pass of the step, found that one has been made in "
                 "training_step. Return the losses instead, one per example."
             )
@@ -309,7 +310,7 @@ class PrivateSteps:
         for leaf in graph.leaves:
             # TorchRec and the capture have leaves of no numbers.
             if leaf.numel() and id(leaf) not in leaves and not self._dense.made(leaf):
-                raise ValueError(
+                raise Refused(
                     "Expected gradients on parameters of the module and on its tables only, found "
                     f"one for another tensor, of shape {tuple(leaf.shape)}"
                     f"{self._whose(leaf)}: it would be neither clipped nor noised. Register it as "
@@ -335,7 +336,7 @@ class PrivateSteps:
     def _check_sizes(self, loss_n: Tensor) -> None:
         for collection in self._collections:
             if collection.local_size != loss_n.numel():
-                raise ValueError(
+                raise Refused(
                     "Expected one loss for each of the examples that "
                     f"{collection._module_fqn!r} read, in order, found another number of losses. "
                     "Leave no example out: multiply the loss of one that should not count by zero."
@@ -354,24 +355,24 @@ class PrivateSteps:
         """The first example of every example's unit, for all ranks; None if each is its own."""
         sizes = torch.tensor(self._unit_sizes, dtype=torch.int64)
         if sizes.sum() != loss_n.numel():
-            raise ValueError(
+            raise Refused(
                 "Expected unit sizes that add up to the losses of this rank, found others. Give "
                 "the number of examples of each user, in the order of the batch."
             )
         all_B = torch.arange(ranks.num_examples, device=loss_n.device)
         # Padding leads itself, and makes the ranks' pieces equal in size.
-        leader_P = all_B.view(dist.get_world_size(), -1)[dist.get_rank()].clone()
+        first_of_unit_P = all_B.view(dist.get_world_size(), -1)[dist.get_rank()].clone()
         first_U = ranks.first_example + sizes.cumsum(0) - sizes
-        leader_P[: loss_n.numel()] = first_U.repeat_interleave(sizes).to(loss_n.device)
-        leader_B = torch.empty_like(all_B)
-        dist.all_gather_into_tensor(leader_B, leader_P)
-        return None if torch.equal(leader_B, all_B) else leader_B
+        first_of_unit_P[: loss_n.numel()] = first_U.repeat_interleave(sizes).to(loss_n.device)
+        first_of_unit_B = torch.empty_like(all_B)
+        dist.all_gather_into_tensor(first_of_unit_B, first_of_unit_P)
+        return None if torch.equal(first_of_unit_B, all_B) else first_of_unit_B
 
 
-def _before_read(collection: Seam) -> None:
+def _before_read(collection: PrivateLookup) -> None:
     """Somebody is about to read a table's weights as they are."""
     if collection.is_cut:
-        raise ValueError(
+        raise Refused(
             f"Expected training_step to read tables through {collection._module_fqn!r}, found that "
             "it reads a table's weight itself: what examples do to it would be neither clipped nor "
             "noised. Look rows up; for weight decay set it in FusedOptimizer."

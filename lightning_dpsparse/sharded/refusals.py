@@ -11,28 +11,29 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     SHARDED,
     is_pooled,
     plain_collections,
     table_configs,
 )
+from lightning_dpsparse.sharded.cut import PrivateLookup
 from lightning_dpsparse.sharded.placement import COLUMN_MULTIPLE, SPLITS_ROWS, is_mean
-from lightning_dpsparse.sharded.seam import Seam
 
 
 def check_tables(module: nn.Module) -> None:
     """Refuse tables that cannot be trained right, before anything is planned."""
     collections = plain_collections(module)
     if not collections:
-        raise ValueError(
+        raise Refused(
             "Expected an EmbeddingBagCollection or an EmbeddingCollection in the module, found "
             "none. Build it in configure_model(), or use Lightning's DDPStrategy for a model "
             "without tables."
         )
     for path, collection in collections.items():
         if not is_pooled(collection) and get_ec_index_dedup():
-            raise ValueError(
+            raise Refused(
                 f"Expected every lookup of the EmbeddingCollection at {path!r} to be made, found "
                 "TorchRec's index deduplication switched on: a row that several examples read "
                 "would be read once, for all of them. Call set_ec_index_dedup(False)."
@@ -48,7 +49,7 @@ def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> No
     inside = {id(parameter): name for name, parameter in collection.named_parameters()}
     for name, parameter in collection.named_parameters():
         if not parameter.requires_grad:
-            raise ValueError(
+            raise Refused(
                 f"Expected tables that learn in {path!r}, found requires_grad=False for {name!r}: "
                 "the fused optimizer would train it all the same. Put a table that is fixed into "
                 "nn.EmbeddingBag.from_pretrained."
@@ -56,7 +57,7 @@ def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> No
         if getattr(parameter, "_in_backward_optimizers", None) or hasattr(
             parameter, "_optimizer_classes"
         ):
-            raise ValueError(
+            raise Refused(
                 f"Expected the strategy's fused_optimizer to train {path!r}, found "
                 f"apply_optimizer_in_backward on {name!r}, whose settings would be ignored. Set "
                 "them in FusedOptimizer."
@@ -64,7 +65,7 @@ def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> No
     prefix = f"{path}." if path else ""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and name != prefix + inside[id(parameter)]:
-            raise ValueError(
+            raise Refused(
                 f"Expected tables of {path!r} to share their weights with nobody, found that "
                 f"{name!r} is tied to {inside[id(parameter)]!r}: sharding would part them. Give "
                 "each a weight of its own."
@@ -74,17 +75,17 @@ def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> No
 def _check_table(config: BaseEmbeddingConfig, path: str, *, is_weighted: bool) -> None:
     where = f"table {config.name!r} of {path!r}"
     if config.data_type is not DataType.FP32:
-        raise ValueError(
+        raise Refused(
             f"Expected float32 weights in {where}, found {config.data_type.name}: FBGEMM rounds "
             "half precision stochastically. Set data_type to FP32."
         )
     if config.embedding_dim % COLUMN_MULTIPLE:
-        raise ValueError(
+        raise Refused(
             f"Expected embedding_dim to be a multiple of {COLUMN_MULTIPLE} in {where}, found "
             f"{config.embedding_dim}: FBGEMM's kernels need it. Round it up."
         )
     if is_mean(config) and is_weighted:
-        raise ValueError(
+        raise Refused(
             f"Expected SUM pooling in {where}, found MEAN on a weighted collection: FBGEMM's CPU "
             "backward disagrees with its forward. Divide the weights by the bag length instead."
         )
@@ -94,12 +95,12 @@ def check_wrappers(module: nn.Module) -> None:
     """Refuse tables that something else wrapped or sharded, with settings of its own."""
     for path, child in module.named_modules():
         if isinstance(child, (DistributedDataParallel, DistributedModelParallel)):
-            raise ValueError(
+            raise Refused(
                 f"Expected bare layers, found {type(child).__name__} at {path!r}: the strategy "
                 "shards tables and adds up gradients itself. Leave the wrapper out."
             )
-        if isinstance(child, SHARDED) and not isinstance(child, Seam):
-            raise ValueError(
+        if isinstance(child, SHARDED) and not isinstance(child, PrivateLookup):
+            raise Refused(
                 f"Expected tables that the strategy shards, found {path!r} sharded before, with an "
                 "optimizer that may clip or round by itself. Hand over the plain collection."
             )
@@ -115,20 +116,20 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
         for config in table_configs(modules[path]):
             kind = kinds[config.name]
             if kind == ShardingType.DATA_PARALLEL.value:
-                raise ValueError(
+                raise Refused(
                     f"Expected table {config.name!r} to be sharded, found data_parallel: its "
                     "copies would drift apart. Use table_wise."
                 )
             if not is_mean(config) or kind not in SPLITS_ROWS:
                 continue
             if kind == ShardingType.GRID_SHARD.value:
-                raise ValueError(
+                raise Refused(
                     f"Expected SUM pooling in grid table {config.name!r}, found MEAN, which "
                     "TorchRec computes as SUM. Use table_wise or column_wise for it."
                 )
             others = sorted(set(kinds.values()) - {kind})
             if others:
-                raise ValueError(
+                raise Refused(
                     f"Expected every table of {path!r} to be {kind} when MEAN-pooled table "
                     f"{config.name!r} is, found {others} beside it: TorchRec would divide those "
                     "tables too. Use table_wise for it, or an EmbeddingBagCollection of its own."
@@ -144,7 +145,7 @@ def _check_pieces(path: str, tables: Mapping[str, ParameterSharding]) -> None:
         for shard in sharding.sharding_spec.shards
     }
     if len(set(widths.values())) > 1:
-        raise ValueError(
+        raise Refused(
             f"Expected the column_wise tables of the EmbeddingCollection at {path!r} to be cut "
             f"into pieces of one width, found {widths}. Give them the same number of shards."
         )

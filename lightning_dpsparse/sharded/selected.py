@@ -12,8 +12,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse.engine.lookups import Layout
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.selection import Histogram
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     sharded_collections,
     sharded_tables,
@@ -36,15 +37,15 @@ def rows_of_kernel(
     rows: Mapping[str, Tensor],
     layout: Layout,
     table_names: Sequence[str],
-    corners: Sequence[tuple[int, int]],
+    shard_offsets: Sequence[tuple[int, int]],
     device: torch.device,
 ) -> Tensor:
     """Selected rows of whole tables, as sorted rows of one kernel with its tables numbered through.
 
-    Every table of the kernel begins at a corner of the whole one.
+    Every table of the kernel begins at a shard_offset of the whole one.
     """
     pieces = []
-    for t, (name, (first, _)) in enumerate(zip(table_names, corners)):
+    for t, (name, (first, _)) in enumerate(zip(table_names, shard_offsets)):
         inside = (rows[name] >= first) & (rows[name] < first + layout.num_rows[t])
         pieces.append(rows[name][inside] - first + layout.first_row[t])
     return torch.cat(pieces).to(device)
@@ -56,7 +57,7 @@ def check_one_table_each(module: nn.Module) -> None:
         features = [f for c in table_configs(collection) for f in c.feature_names]
         twice = sorted({feature for feature in features if features.count(feature) > 1})
         if twice:
-            raise ValueError(
+            raise Refused(
                 f"Expected every feature to be read by one table where unselected ids share a row, "
                 f"found {twice} in several. Set unselected to 'frozen'."
             )
@@ -120,7 +121,7 @@ class IdCounter:
             # A model may add features of its own to the batch's, as negatives that it draws.
             found = [f for f in table.features if f in by_feature]
             if not found:
-                raise ValueError(
+                raise Refused(
                     f"Expected one of the features {list(table.features)} of table {table.name!r} "
                     f"in the data, found {sorted(by_feature)}. Select by public frequencies."
                 )
@@ -134,7 +135,7 @@ class IdCounter:
         lengths_B, most = bags.lengths(), self._histogram.most_ids(feature)
         ids_L = bags.values()
         if ids_L.numel() and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < num_rows:
-            raise ValueError(
+            raise Refused(
                 f"Expected ids within their tables, found ids out of range for {feature!r} (0 to "
                 f"{num_rows - 1}). Hash the feature into the table's rows, or give the table more "
                 "rows."

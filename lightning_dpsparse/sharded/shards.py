@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     PLAIN,
     sharded_collections,
@@ -214,7 +215,7 @@ def load_whole_tables(module: nn.Module, tables: Mapping[str, Tensor]) -> None:
         if table is None:
             continue
         if tuple(table.shape) != shard.table_shape:
-            raise ValueError(
+            raise Refused(
                 f"Expected {shard.key} of shape {shard.table_shape}, found {tuple(table.shape)}. "
                 "Give the model the table sizes that the weights were saved with."
             )

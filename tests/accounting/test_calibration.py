@@ -11,7 +11,7 @@ from lightning_dpsparse.accounting.calibration import (
     epsilon_of,
     most_steps,
 )
-from lightning_dpsparse.accounting.losses import COARSE
+from lightning_dpsparse.accounting.privacy_loss import COARSE
 
 
 def cost(noise: float, grid: float) -> float:

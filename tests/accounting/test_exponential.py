@@ -18,8 +18,8 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.grid import Array
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.accounting.losses import COARSE, FINE, losses_of
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE, losses_of
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.adafest import AdaFEST
 from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
 from lightning_dpsparse.mechanisms.selection import GumbelHistogram

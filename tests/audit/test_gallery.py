@@ -31,7 +31,7 @@ from lightning_dpsparse import (
 )
 from lightning_dpsparse.audit.one_run import OneRunResult
 from lightning_dpsparse.engine.mechanism import Mechanism
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def audit(*args: Any, **kwargs: Any) -> OneRunResult:

@@ -16,8 +16,8 @@ from lightning_dpsparse.audit.bound import Measured
 from lightning_dpsparse.audit.one_run import OneRunResult, attacks_on_rows, one_run_audit
 from lightning_dpsparse.data import SyntheticData
 from lightning_dpsparse.models import DLRMModule
-from tests.ranks import Ranks
-from tests.small import make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer
 
 
 def trained(world_size: int) -> tuple[torch.Tensor, Any, int]:

@@ -14,8 +14,8 @@ from lightning_dpsparse import DPSGD, FusedOptimizer, PrivacyPlan, PrivacyReport
 from lightning_dpsparse.audit.secret_sharer import Exposure, SecretSharer, plot, write
 from lightning_dpsparse.data import SyntheticMovieLens
 from lightning_dpsparse.models import DLRMModule, TwoTowerModule
-from tests.ranks import Ranks
-from tests.small import make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer
 
 ITEMS = 300
 

@@ -8,8 +8,8 @@ from lightning_dpsparse import DPSGD, FusedOptimizer, PrivacyPlan, Users
 from lightning_dpsparse.audit.one_run import OneRunResult, one_run_audit
 from lightning_dpsparse.data import SyntheticMovieLens
 from lightning_dpsparse.models import TwoTowerModule
-from tests.ranks import Ranks
-from tests.small import make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer
 
 
 def audit(per_user: int | None, **plan: Any) -> OneRunResult:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import eana, eana_speed
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def run(name: str, bits: float, recall: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightning_dpsparse.data import CriteoData, Part, collate
 from lightning_dpsparse.data.criteo import PreparedCriteo
 from lightning_dpsparse.data.prepare import prepare_criteo
 from lightning_dpsparse.hashing import mix, salt
+from lightning_dpsparse.refused import Refused
 
 ROWS = [100] * 26
 
@@ -205,7 +206,7 @@ def test_parts_of_other_table_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="lightning-dpsparse prepare criteo"):
+    with pytest.raises(Refused, match="lightning-dpsparse prepare criteo"):
         PreparedCriteo([Part(path=str(tmp_path))])
 
 
@@ -219,7 +220,7 @@ def test_only_the_parts_of_a_stage_are_opened(tmp_path: Path) -> None:
     data = CriteoData(train=[Part(path="nowhere")], val=[here], test=[Part(path="nowhere")])
     data.setup("validate")
     assert len(data.val_set) == 3
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(Refused):
         data.setup("fit")
 
 

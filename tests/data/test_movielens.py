@@ -30,7 +30,8 @@ from lightning_dpsparse.data import (
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.deliveries import Deliveries
-from lightning_dpsparse.plugin.private_data import Place, private_loader
+from lightning_dpsparse.plugin.private_data import RankContext, private_loader
+from lightning_dpsparse.refused import Refused
 
 Line = tuple[int, int, str, int]
 
@@ -146,7 +147,7 @@ def test_another_file_is_refused(tmp_path: Path, name: str, content: str, found:
 def test_where_movielens_is_to_be_had(tmp_path: Path, name: str) -> None:
     (tmp_path / "ratings.txt").write_text("")
     data = MovieLensData(str(tmp_path / name))
-    with pytest.raises(FileNotFoundError, match=r"https://grouplens\.org/datasets/movielens/"):
+    with pytest.raises(Refused, match=r"https://grouplens\.org/datasets/movielens/"):
         data.setup("fit")
 
 
@@ -381,7 +382,7 @@ def test_a_plan_draws_whole_users() -> None:
     data = SyntheticMovieLens(num_users=50, batch_size=10, examples_per_user=4)
     data.setup("fit")
     plan = PrivacyPlan(noise_multiplier=1.0, unit=Users(max_examples=3, drawn="users"))
-    place = Place(
+    place = RankContext(
         0,
         1,
         RunKey.fixed(0),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.contributions import Contributions, contributions, pair_norms
 from lightning_dpsparse.engine.lookups import Layout, Lookup
-from tests.selecting import Example, bags_of, rows_read
+from tests.support.row_choice import Example, bags_of, rows_read
 
 # Features 0 and 2 share a table of five rows, with another table's feature between them.
 SHARED = Layout((0, 1, 0), (2, 3), (5, 4))
@@ -52,9 +52,9 @@ def check(
     bags = bags_of(layout, examples)
     row_U, size = bags.runs.row_U, len(examples)
     expected = by_unit(rows_read(layout, examples, among), leaders)
-    leader_B = None if leaders is None else torch.tensor(leaders, dtype=torch.int64)
+    first_of_unit_B = None if leaders is None else torch.tensor(leaders, dtype=torch.int64)
     among_U = None if among is None else torch.tensor([int(r) in among for r in row_U]).bool()
-    found = contributions(bags, leader_B, among_U)
+    found = contributions(bags, first_of_unit_B, among_U)
     assert vectors(found, row_U, size) == [dict.fromkeys(mine, 1.0) for mine in expected]
     assert found.square_norms().tolist() == [len(mine) for mine in expected]
     even_U = row_U % 2 == 0
@@ -150,8 +150,8 @@ def test_lookups_of_a_row_add_up_before_their_norm(
         shape = (bags.ids_L.numel(), layout.widths[0])
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
     lookup = Lookup(bags, gradient)
-    leader_B = None if leaders is None else torch.tensor(leaders, dtype=torch.int64)
-    found = pair_norms(lookup, leader_B)
+    first_of_unit_B = None if leaders is None else torch.tensor(leaders, dtype=torch.int64)
+    found = pair_norms(lookup, first_of_unit_B)
     rows = lookup.bags.runs.row_U[found.position_P].tolist()
     pairs = list(zip(rows, found.unit_P.tolist()))
     expected = naive_norms(lookup, examples, weights, leaders)

@@ -16,7 +16,7 @@ from torchrec.modules.crossnet import (
 )
 
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.products import Positions, weight_square_norm
+from lightning_dpsparse.engine.outer_products import Positions, weight_square_norm
 
 B = 5
 

@@ -14,7 +14,7 @@ from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.rounding import check_price, price
 from lightning_dpsparse.engine.rows import RowGradient
-from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
@@ -45,7 +45,7 @@ class PaperRead:
     leaf: Tensor
     applied: list[Tensor] = field(default_factory=list)
     table_names = ("a", "b")
-    corners = ((0, 0), (0, 0))
+    shard_offsets = ((0, 0), (0, 0))
     order_B = None
     layout = LAYOUT
 
@@ -67,7 +67,7 @@ class OneTable:
 
     done: Lookup
     table_names = ("a",)
-    corners = ((0, 0),)
+    shard_offsets = ((0, 0),)
     order_B = None
 
     @property
@@ -108,7 +108,7 @@ def hidden_sum(data: tuple[Tensor, ...], clipping: Any, expected: float) -> Tens
     with capture:
         x = torch.cat([inputs, read.leaf], 1)
         loss = last(torch.tanh(first(x))).squeeze(1) * scale
-    recipe = Recipe(EANA(), clipping, 1.0, 1.0, expected, Silent())  # type: ignore[arg-type]
+    recipe = StepConfig(EANA(), clipping, 1.0, 1.0, expected, Silent())  # type: ignore[arg-type]
     ranks = Ranks(len(ids), 0, lambda tensor: None)
     release(
         clipped_sums(loss, [read], capture, recipe, ranks, 0), [read], capture, recipe, ranks, 0
@@ -155,7 +155,7 @@ def test_an_example_pays_for_the_rows_that_it_reads() -> None:
         gradient = torch.full((1, WIDTH), 100.0)
         bags = Bags(layout, torch.arange(read), torch.tensor([0, read]))
         capture = DenseCapture({})
-        recipe = Recipe(EANA(), FlatClipping(), 1.0, 1.0, 1.0, Silent())  # type: ignore[arg-type]
+        recipe = StepConfig(EANA(), FlatClipping(), 1.0, 1.0, 1.0, Silent())  # type: ignore[arg-type]
         leaf = torch.zeros(1, WIDTH, requires_grad=True)
         kernel = OneTable(Lookup(bags, gradient))
         loss = (leaf * gradient).sum(1)

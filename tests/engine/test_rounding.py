@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
-from lightning_dpsparse.engine.products import Positions, weight_square_norm
+from lightning_dpsparse.engine.outer_products import Positions, weight_square_norm
+from lightning_dpsparse.engine.parameter_calls import rows_square_norm
 from lightning_dpsparse.engine.rows import clipped_row_gradients
-from lightning_dpsparse.engine.uses import rows_square_norm
-from tests.dense import dense_sum
+from tests.support.dense_layers import dense_sum
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -45,23 +45,25 @@ def padded(value: Tensor, positions: int) -> Tensor:
 @pytest.mark.parametrize("leaders", [None, [0, 0, 2]], ids=["examples", "users"])
 def test_a_norm_does_not_depend_on_how_long_others_are(width: int, leaders: Any) -> None:
     """Padded to four positions the Gram matrix is the quicker way, and to sixty it is not."""
-    leader_B = None if leaders is None else torch.tensor(leaders)
+    first_of_unit_B = None if leaders is None else torch.tensor(leaders)
     for seed in range(20):
         each = [nearly_cancelling(4, width, 3 * seed + i) for i in range(3)]
         a, g = (torch.cat(side) for side in zip(*each))
-        found = weight_square_norm(Positions(a, g), leader_B)
+        found = weight_square_norm(Positions(a, g), first_of_unit_B)
         for length in (5, 20, 60):
-            longer = weight_square_norm(Positions(padded(a, length), padded(g, length)), leader_B)
+            longer = weight_square_norm(
+                Positions(padded(a, length), padded(g, length)), first_of_unit_B
+            )
             torch.testing.assert_close(longer, found, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("leaders", [None, [0, 0]], ids=["examples", "users"])
 def test_nor_does_the_norm_of_rows(leaders: Any) -> None:
-    leader_B = None if leaders is None else torch.tensor(leaders)
+    first_of_unit_B = None if leaders is None else torch.tensor(leaders)
     ids, g = torch.tensor([[2, 2, 1], [3, 3, 0]]), torch.zeros(2, 3, 4)
     g[:, 0], g[:, 1] = 1.0, -1.0
-    found = rows_square_norm(ids, g, 5, leader_B)
-    longer = rows_square_norm(F.pad(ids, (0, 40)), padded(g, 43), 5, leader_B)
+    found = rows_square_norm(ids, g, 5, first_of_unit_B)
+    longer = rows_square_norm(F.pad(ids, (0, 40)), padded(g, 43), 5, first_of_unit_B)
     torch.testing.assert_close(longer, found, rtol=1e-6, atol=0.0)
 
 

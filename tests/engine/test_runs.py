@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpsparse.engine import lookups
 from lightning_dpsparse.engine.lookups import Bags, Layout
-from tests.selecting import Example, bags_of
+from tests.support.row_choice import Example, bags_of
 
 IN_ORDER = Layout((0, 1, 2), (2, 2, 2), (5, 4, 6))
 OUT_OF_ORDER = Layout((2, 0, 1), (2, 2, 2), (5, 4, 6))

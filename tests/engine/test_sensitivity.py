@@ -16,7 +16,7 @@ from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, 
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.rows import RowGradient
-from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
@@ -37,7 +37,7 @@ class FakeRead:
     pooled: bool = True
     applied: list[Tensor] = field(default_factory=list)
     table_names = NAMES
-    corners = ((0, 0), (0, 0))
+    shard_offsets = ((0, 0), (0, 0))
     order_B = None
 
     @property
@@ -93,7 +93,7 @@ def clipped_sum(
             x = torch.zeros(size * 3, 4, dtype=torch.float64)
             x = x.index_add(0, bag, leaf * weight[:, None]).view(size, 12)
         loss = dense(x).squeeze(1).square() * scale + (x * scale[:, None]).sum(1)
-    recipe = Recipe(
+    recipe = StepConfig(
         EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
     )
     ranks = Ranks(size, 0, lambda tensor: None)

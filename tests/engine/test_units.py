@@ -15,7 +15,7 @@ from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.norms import square_norms
-from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
@@ -52,13 +52,13 @@ def test_norms_of_users_on_tables_match_autograd(
     runs = lookup.bags.runs
     kept = None if mask is None else runs.only(mask[runs.row_U])
     for sizes in ([6], [2, 4], [1, 3, 1, 1], [1] * 6):
-        leader_B = leaders_of(sizes)
-        found = square_norms(lookup, kept, leader_B=leader_B)
+        first_of_unit_B = leaders_of(sizes)
+        found = square_norms(lookup, kept, first_of_unit_B=first_of_unit_B)
         expected = square_of_sums(gradients, sizes)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        assert found[leader_B != torch.arange(6)].eq(0).all()
+        assert found[first_of_unit_B != torch.arange(6)].eq(0).all()
         for table in range(len(lookup.layout.widths)):
-            found = square_norms(lookup, kept, tables=[table], leader_B=leader_B)
+            found = square_norms(lookup, kept, tables=[table], first_of_unit_B=first_of_unit_B)
             expected = square_of_sums([[g[table]] for g in gradients], sizes)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -68,7 +68,7 @@ def test_examples_of_a_user_meet_on_a_row_before_they_are_squared() -> None:
     bags = Bags(Layout((0,), (2,), (5,)), torch.tensor([2, 2, 2]), torch.arange(4))
     lookup = Lookup(bags, gradient)
     assert square_norms(lookup).tolist() == pytest.approx([1.0, 1.0, 1.0])
-    found = square_norms(lookup, leader_B=torch.tensor([0, 1, 1]))
+    found = square_norms(lookup, first_of_unit_B=torch.tensor([0, 1, 1]))
     assert found.tolist() == pytest.approx([1.0, 4.0, 0.0])
 
 
@@ -81,10 +81,10 @@ def test_norms_of_users_on_dense_layers_match_autograd(name: str, sizes: list[in
     model, x = build().double(), data()
     expected = ghost.autograd(model, x)
     capture = ghost.capture_step(model, x)
-    leader_B = leaders_of(sizes)
+    first_of_unit_B = leaders_of(sizes)
     norms = {name: torch.zeros(5, dtype=torch.float64) for name in expected}
-    for parameter, squares in capture.square_norms(5, leader_B):
-        assert squares[leader_B != torch.arange(5)].eq(0).all()
+    for parameter, squares in capture.square_norms(5, first_of_unit_B):
+        assert squares[first_of_unit_B != torch.arange(5)].eq(0).all()
         norms[parameter] += squares
     for parameter, each in expected.items():
         wanted = square_of_sums([[g] for g in each], sizes)
@@ -124,12 +124,12 @@ def clipped_sum(
     with capture:
         x = leaf[torch.argsort(torch.tensor(order))] if order else leaf
         loss = dense(x).squeeze(1).square() * scale + (x * scale[:, None]).sum(1)
-    recipe = Recipe(
+    recipe = StepConfig(
         EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
     )
     ranks = Ranks(len(examples), 0, lambda tensor: None)
-    leader_B = leaders_of([len(user) for user in users]) if as_users else None
-    sums = clipped_sums(loss, [read], capture, recipe, ranks, 0, leader_B)
+    first_of_unit_B = leaders_of([len(user) for user in users]) if as_users else None
+    sums = clipped_sums(loss, [read], capture, recipe, ranks, 0, first_of_unit_B)
     release(sums, [read], capture, recipe, ranks, 0)
     applied = read.applied or [torch.zeros(5, 4), torch.zeros(3, 4)]  # no row was read
     released = [*applied, *(p.grad for p in dense.parameters() if p.grad is not None)]

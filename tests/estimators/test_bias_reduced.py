@@ -24,7 +24,7 @@ from lightning_dpsparse.estimators.bias_reduced import (
 from lightning_dpsparse.estimators.mean import noisy_mean
 from lightning_dpsparse.estimators.projection import projected_mean
 from lightning_dpsparse.estimators.rows import Array, as_rows
-from tests.estimators.examples import matrices
+from tests.support.estimator_examples import matrices
 
 VECTORS = as_rows(np.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [-0.9, 0.0]]))
 BOUNDS: dict[str, Any] = {"clip_norm": 1.0, "max_nonzeros": 1, "noise_multiplier": 0.0}

@@ -23,7 +23,7 @@ from lightning_dpsparse.estimators.bias_reduced import Levels, event_of_bias_red
 from lightning_dpsparse.estimators.calibration import spent_epsilon
 from lightning_dpsparse.estimators.linear_model import DPLinearModel, EstimatorName
 from lightning_dpsparse.estimators.rows import Array
-from tests.estimators.examples import VALUES, clicks, matrices
+from tests.support.estimator_examples import VALUES, clicks, matrices
 
 X, Y = clicks(64, 120, 6, seed=0)
 

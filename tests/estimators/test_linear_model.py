@@ -14,7 +14,7 @@ from lightning_dpsparse.estimators import fitting
 from lightning_dpsparse.estimators.linear_model import DPLinearModel
 from lightning_dpsparse.estimators.release import laplace
 from lightning_dpsparse.estimators.rows import Array
-from tests.estimators.examples import auc, clicks
+from tests.support.estimator_examples import auc, clicks
 
 TRAIN, D, S = 8_000, 120, 6
 X, Y = clicks(TRAIN + 4_000, D, S, seed=0)

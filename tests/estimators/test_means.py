@@ -16,7 +16,7 @@ from lightning_dpsparse.estimators.calibration import noise_multiplier_for, spen
 from lightning_dpsparse.estimators.mean import Kind, event_of_mean, noisy_mean
 from lightning_dpsparse.estimators.projection import event_of_projection, projected_mean
 from lightning_dpsparse.estimators.rows import Array
-from tests.estimators.examples import matrices, sparse_rows
+from tests.support.estimator_examples import matrices, sparse_rows
 
 KINDS: list[Kind] = ["gaussian", "laplace"]
 QUIET: dict[str, Any] = {"divisor": 1.0, "noise_multiplier": 0.0}

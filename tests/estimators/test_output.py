@@ -24,7 +24,7 @@ from lightning_dpsparse.estimators.output import (
     regularisation_for,
 )
 from lightning_dpsparse.estimators.rows import Array
-from tests.estimators.examples import sparse_rows
+from tests.support.estimator_examples import sparse_rows
 
 N, D, S = 6, 8, 2
 

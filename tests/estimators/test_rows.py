@@ -17,7 +17,7 @@ from lightning_dpsparse.estimators.rows import (
     norms_of,
     sum_of,
 )
-from tests.estimators.examples import matrices
+from tests.support.estimator_examples import matrices
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -21,7 +21,7 @@ from lightning_dpsparse.estimators.sketch import (
     sketched_mean,
     sketched_rows,
 )
-from tests.estimators.examples import matrices, sparse_rows
+from tests.support.estimator_examples import matrices, sparse_rows
 
 
 def sketched_sum(vectors_ND: Array, sketch_MD: Array, clip_norm: float) -> Array:

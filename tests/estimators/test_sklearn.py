@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from lightning_dpsparse.estimators import linear_model
 from lightning_dpsparse.estimators.linear_model import DPLinearModel
-from tests.estimators.examples import clicks
+from tests.support.estimator_examples import clicks
 
 X, Y = clicks(900, 40, 4, seed=0)
 SCORES = X @ np.random.default_rng(3).normal(0.0, 1.0, 40)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_dpsparse import AdaFEST
 from lightning_dpsparse.engine.lookups import Bags, Layout
-from lightning_dpsparse.engine.mechanism import Answer, Question
-from lightning_dpsparse.engine.read import Read, Table
+from lightning_dpsparse.engine.mechanism import BatchReads, RowChoice
+from lightning_dpsparse.engine.step_inputs import Read, Table
 from lightning_dpsparse.mechanisms.adafest import (
     survival,
     threshold_for_false_positives,
@@ -23,7 +23,7 @@ from lightning_dpsparse.mechanisms.adafest import (
 )
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.selecting import PaperRead, ask, naive_map, paper_read, rows_read
+from tests.support.row_choice import PaperRead, ask, naive_map, paper_read, rows_read
 
 KEY = RunKey.fixed(21)
 Z = 4.5
@@ -102,14 +102,14 @@ TABLES = [Table("ebc.t0.weight", 600, ("a", "b")), Table("ebc.t1.weight", 400, (
 
 def test_a_threshold_is_settled_by_the_model_and_its_noise() -> None:
     given = AdaFEST(threshold=3.0)
-    assert given.settled(2.0, TABLES) is given
+    assert given.resolve_thresholds(2.0, TABLES) is given
     wanted = AdaFEST(false_positives=10.0, map_clip_norm=2.0)
-    settled = wanted.settled(0.5, TABLES)
+    settled = wanted.resolve_thresholds(0.5, TABLES)
     assert (settled.false_positives, settled.half_survival) == (None, None)
     assert settled.threshold is not None
     assert 1000 * survival(settled.threshold, wanted.map_stddev(0.5)) == pytest.approx(10.0)
     assert (settled.map_clip_norm, settled.noise_ratio) == (2.0, 5.0)
-    half = AdaFEST(half_survival=6.0, table_thresholds={"t1": 9.0}).settled(0.5, TABLES)
+    half = AdaFEST(half_survival=6.0, table_thresholds={"t1": 9.0}).resolve_thresholds(0.5, TABLES)
     assert half.threshold == pytest.approx(6 / math.sqrt(3))  # three features, a row each
     assert half.table_thresholds == {"t1": 9.0}
 
@@ -123,7 +123,7 @@ class Watched(AdaFEST):
 
     seen: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: Question) -> Answer:
+    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: BatchReads) -> RowChoice:
         number = list(question.reads).index(read)
         rows = zip(bags.runs.row_U.tolist(), sums_U.tolist())
         self.seen.update({(number, row): value for row, value in rows if value})
@@ -146,13 +146,13 @@ def map_of(
         ),
         paper_read(SECOND, [e[2:] for e in examples]),
     ]
-    leader_B = None
+    first_of_unit_B = None
     if sizes is not None:
-        leader_B = torch.tensor(
+        first_of_unit_B = torch.tensor(
             [sum(sizes[:u]) for u, size in enumerate(sizes) for _ in range(size)]
         )
     watched = Watched(threshold=1.0, map_clip_norm=clip_norm)
-    watched.answer(ask(reads, FastNoise(KEY), 0.0, leader_B=leader_B))
+    watched.choose_rows(ask(reads, FastNoise(KEY), 0.0, first_of_unit_B=first_of_unit_B))
     return watched.seen
 
 
@@ -204,7 +204,7 @@ def test_26_rows_in_26_tables_are_clipped_as_one(clip_norm: float) -> None:
     names = [f"a{t}.weight" for t in range(13)], [f"b{t}.weight" for t in range(13)]
     reads = [paper_read(layout, [[[1]] * 13], table_names=n) for n in names]
     watched = Watched(threshold=1.0, map_clip_norm=clip_norm)
-    watched.answer(ask(reads, FastNoise(KEY), 0.0))
+    watched.choose_rows(ask(reads, FastNoise(KEY), 0.0))
     assert len(watched.seen) == 26
     assert distance(watched.seen, {}) == pytest.approx(min(clip_norm, math.sqrt(26)), rel=1e-6)
 
@@ -213,11 +213,11 @@ def test_a_row_that_is_cut_by_columns_counts_once() -> None:
     """Three pieces of one table, all of them here: each has the row, the first one counts it."""
     layout = Layout((0,), (2,), (6,))
     reads = [
-        paper_read(layout, [[[1, 4]], [[4]]], corners=[(0, 2 * c)], has_whole_rows=False)
+        paper_read(layout, [[[1, 4]], [[4]]], shard_offsets=[(0, 2 * c)], has_whole_rows=False)
         for c in range(3)
     ]
     watched = Watched(threshold=1.0, map_clip_norm=1.0)
-    watched.answer(ask(reads, FastNoise(KEY), 0.0))
+    watched.choose_rows(ask(reads, FastNoise(KEY), 0.0))
     half, whole = 1 / math.sqrt(2), 1 + 1 / math.sqrt(2)
     expected = {(r, row): v for r in range(3) for row, v in ((1, half), (4, whole))}
     assert watched.seen == pytest.approx(expected)

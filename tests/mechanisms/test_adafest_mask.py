@@ -15,7 +15,7 @@ from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.lookups import Layout
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise
-from tests.selecting import Example, PaperRead, ask, naive_map, paper_read, rows_read
+from tests.support.row_choice import Example, PaperRead, ask, naive_map, paper_read, rows_read
 
 KEY = RunKey.fixed(21)
 Z = 4.5
@@ -57,12 +57,12 @@ def passes(mechanism: AdaFEST, noise: NoiseSource, selected_R: Tensor | None) ->
     question, row_U = ask([read], noise, SIGMA), read.bags.runs.row_U
     result = torch.zeros(STEPS, LAYOUT.first_row[-1], dtype=torch.float64)
     for step in range(STEPS):
-        (answer,) = mechanism.answer(replace(question, step=step))
+        (answer,) = mechanism.choose_rows(replace(question, step=step))
         assert torch.isin(answer.kept.row_U, row_U).all()
-        assert answer.others_V.diff().gt(0).all()
-        assert not torch.isin(answer.others_V, row_U).any()  # each row once
+        assert answer.unread_rows_V.diff().gt(0).all()
+        assert not torch.isin(answer.unread_rows_V, row_U).any()  # each row once
         result[step, answer.kept.row_U] = 1.0
-        result[step, answer.others_V] = 1.0
+        result[step, answer.unread_rows_V] = 1.0
     return result
 
 
@@ -131,9 +131,9 @@ def test_no_two_draws_share_a_stream(source: Any, thresholds: dict[str, float]) 
     """Two row blocks of the same tables, read and unread rows, two steps; never the gradient's."""
     noted = Noted(source(KEY))
     mechanism = AdaFEST(threshold=0.7, table_thresholds=thresholds)
-    reads = [paper_read(SMALL, EXAMPLES, corners=[(7 * r, 0), (5 * r, 0)]) for r in range(2)]
+    reads = [paper_read(SMALL, EXAMPLES, shard_offsets=[(7 * r, 0), (5 * r, 0)]) for r in range(2)]
     for step in range(2):
-        mechanism.answer(ask(reads, noted, SIGMA, step))  # type: ignore[arg-type]
+        mechanism.choose_rows(ask(reads, noted, SIGMA, step))  # type: ignore[arg-type]
     assert len(set(noted.streams)) == len(noted.streams) >= 8
     assert {stream.purpose for stream in noted.streams}.isdisjoint({"gradient", "selection"})
 
@@ -144,14 +144,14 @@ def reads_without_first_table() -> list[PaperRead]:
     What a kernel draws as one must not be named by the empty piece: two ranks have that.
     """
     layout = Layout((0, 1), (2, 2), (0, 10), is_stacked=True)
-    corners = [[(2, 0), (20, 0)], [(2, 0), (30, 0)]]
-    return [paper_read(layout, [[[], [1, 4]], [[], [2]]], corners=c) for c in corners]
+    shard_offsets = [[(2, 0), (20, 0)], [(2, 0), (30, 0)]]
+    return [paper_read(layout, [[[], [1, 4]], [[], [2]]], shard_offsets=c) for c in shard_offsets]
 
 
 def test_ranks_that_have_nothing_of_the_first_table_have_their_own_mask() -> None:
     noted = Noted(FastNoise(KEY))
     for read in reads_without_first_table():
-        AdaFEST(threshold=0.0).answer(ask([read], noted, 3.0))
+        AdaFEST(threshold=0.0).choose_rows(ask([read], noted, 3.0))
     assert len(noted.streams) == 4
     assert len(set(noted.streams)) == 4
 
@@ -162,8 +162,8 @@ def test_ranks_that_have_nothing_of_the_first_table_have_their_own_noise() -> No
             FastNoise(KEY),
             read.layout.stacks[0],
             read.table_names,
-            read.corners,
-            read.layout.namesake(read.layout.stacks[0].tables),
+            read.shard_offsets,
+            read.layout.stream_table(read.layout.stacks[0].tables),
         ).fill_(torch.empty(3, 2), "gradient", 0, torch.arange(3))
         for read in reads_without_first_table()
     )
@@ -175,14 +175,14 @@ def test_pieces_of_a_row_pass_together(source: Any) -> None:
     """A table that is cut by columns: the ranks that hold its pieces draw the same mask."""
     mechanism = AdaFEST(threshold=0.0)
     reads = [
-        paper_read(SMALL, EXAMPLES, corners=[(0, 0), (0, 2 * c)], has_whole_rows=False)
+        paper_read(SMALL, EXAMPLES, shard_offsets=[(0, 0), (0, 2 * c)], has_whole_rows=False)
         for c in range(2)
     ]
     for step in range(20):
-        one, two = mechanism.answer(ask(reads, source(KEY), 5.0, step))
+        one, two = mechanism.choose_rows(ask(reads, source(KEY), 5.0, step))
         assert torch.equal(one.kept.row_U, two.kept.row_U)
-        assert torch.equal(one.others_V, two.others_V)
-        assert 0 < one.kept.row_U.numel() + one.others_V.numel() < 12
+        assert torch.equal(one.unread_rows_V, two.unread_rows_V)
+        assert 0 < one.kept.row_U.numel() + one.unread_rows_V.numel() < 12
 
 
 def test_without_noise_the_threshold_itself_passes() -> None:
@@ -190,10 +190,10 @@ def test_without_noise_the_threshold_itself_passes() -> None:
     read = paper_read(SMALL, [[[1], [], []], [[1], [2], [3]], [[1], [], []]])
     for threshold, kept, others in ((1.0, [1], []), (0.5, [1, 3, 9], []), (0.0, [1, 3, 9], None)):
         mechanism = AdaFEST(threshold=threshold, map_clip_norm=1.0)
-        (answer,) = mechanism.answer(ask([read], FastNoise(KEY), 0.0))
+        (answer,) = mechanism.choose_rows(ask([read], FastNoise(KEY), 0.0))
         assert answer.kept.row_U.tolist() == kept
         unread = [r for r in range(12) if r not in (1, 3, 9)]
-        assert answer.others_V.tolist() == (unread if others is None else others)
+        assert answer.unread_rows_V.tolist() == (unread if others is None else others)
     exactly = AdaFEST(threshold=1.0)
-    (answer,) = exactly.answer(ask([paper_read(SMALL, [[[6], [], []]])], FastNoise(KEY), 0.0))
+    (answer,) = exactly.choose_rows(ask([paper_read(SMALL, [[[6], [], []]])], FastNoise(KEY), 0.0))
     assert answer.kept.row_U.tolist() == [6]

@@ -16,15 +16,15 @@ from lightning_dpsparse import LSG, RGP, DenseGaussian, SparseDPSGD
 from lightning_dpsparse.engine.clipping import FlatClipping
 from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.step import Clipped, Ranks, Recipe, clipped_sums, release
+from lightning_dpsparse.engine.step import Clipped, Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.mechanisms.lsg import LowRank, decompose
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.dense import NaiveForm
 from tests.engine.test_ghost import Attention
 from tests.engine.test_sensitivity import FakeRead
 from tests.engine.test_sensitivity import example as examples_of_tables
+from tests.support.dense_layers import NaiveForm
 
 B = 6
 CLIP = 0.5
@@ -143,22 +143,22 @@ def naive_gradients(
 
 def set_up(
     model: nn.Module, mechanism: DenseMechanism, noise: float = 0.0, step: int = STEP
-) -> tuple[DenseCapture, Recipe]:
+) -> tuple[DenseCapture, StepConfig]:
     parameters = dict(model.named_parameters())
     capture = DenseCapture(parameters)
     capture.set_forms(DenseForms(mechanism, model, parameters).at(step, NOISE))
-    recipe = Recipe(EANA(), FlatClipping(), CLIP, noise, expected_batch=1.0, noise=NOISE)
+    recipe = StepConfig(EANA(), FlatClipping(), CLIP, noise, expected_batch=1.0, noise=NOISE)
     return capture, recipe
 
 
 def gradients(
-    model: nn.Module, x: Tensor, mechanism: Any, leader_B: Tensor | None = None
+    model: nn.Module, x: Tensor, mechanism: Any, first_of_unit_B: Tensor | None = None
 ) -> dict[str, Tensor]:
     capture, recipe = set_up(model, mechanism)
     with capture:
         loss = loss_of(model, x)
     ranks = Ranks(len(x), 0, lambda tensor: None)
-    sums = clipped_sums(loss, [], capture, recipe, ranks, STEP, leader_B)
+    sums = clipped_sums(loss, [], capture, recipe, ranks, STEP, first_of_unit_B)
     release(sums, [], capture, recipe, ranks, STEP)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -17,8 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
-from lightning_dpsparse.engine.mechanism import Answer, Question
-from lightning_dpsparse.engine.read import Ranks
+from lightning_dpsparse.engine.mechanism import BatchReads, RowChoice
+from lightning_dpsparse.engine.step_inputs import Ranks
 from lightning_dpsparse.mechanisms.exponential import (
     ExponentialSelection,
     _distinct,
@@ -101,7 +101,7 @@ class Kernel:
     """What the mechanism asks of a read."""
 
     table_names: Sequence[str]
-    corners: Sequence[tuple[int, int]]
+    shard_offsets: Sequence[tuple[int, int]]
     order_B: Tensor | None = None
     has_whole_rows: bool = True
     selected_R: Tensor | None = None
@@ -130,17 +130,24 @@ SCORES = [[0.6, 0.0, 0.7, 0.0, 0.0, 1.0, 0.0], [0.0, 1.0, *[0.0] * 6, 1.2]]
 
 def asked(
     mechanism: ExponentialSelection, noise: float, step: int = 0, **more: Any
-) -> list[Answer]:
-    values: dict[str, Any] = {"reads": READS, "lookups": LOOKUPS, "leader_B": None, "ranks": ALONE}
+) -> list[RowChoice]:
+    values: dict[str, Any] = {
+        "reads": READS,
+        "lookups": LOOKUPS,
+        "first_of_unit_B": None,
+        "ranks": ALONE,
+    }
     values |= {"device": torch.device("cpu"), "expected_batch": 2.0, **more}
-    return mechanism.answer(Question(noise=NOISE, noise_multiplier=noise, step=step, **values))
+    return mechanism.choose_rows(
+        BatchReads(noise=NOISE, noise_multiplier=noise, step=step, **values)
+    )
 
 
-def rows_of(answers: list[Answer], lookups: Sequence[Lookup] = LOOKUPS) -> list[list[int]]:
+def rows_of(answers: list[RowChoice], lookups: Sequence[Lookup] = LOOKUPS) -> list[list[int]]:
     """All rows that take part, per kernel; read and unread ones must not meet."""
     found = []
     for answer, look in zip(answers, lookups):
-        row_U, others = look.bags.runs.row_U, answer.others_V
+        row_U, others = look.bags.runs.row_U, answer.unread_rows_V
         assert not set(row_U.tolist()) & set(others.tolist())
         assert (others[1:] > others[:-1]).all()
         found.append(sorted([*answer.kept.row_U.tolist(), *others.tolist()]))
@@ -233,7 +240,7 @@ def scores(examples: list[Any], leaders: list[int], clip: float) -> Tensor:
     bags = [e[0] for e in examples] + [e[1] for e in examples]
     gradients = np.array([e[2][:2] for e in examples]).reshape(len(examples), 2)
     look = lookup(SHARED, bags, gradients)
-    question = Question(
+    question = BatchReads(
         [Kernel(["a"], [(0, 0)])],
         [look],
         torch.tensor(leaders, dtype=torch.int64),

@@ -19,7 +19,7 @@ from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, S
 
 WIDTH, STEPS, STDDEV = 16, 60, 0.3
 LAYOUT = Layout((0, 1), (WIDTH, WIDTH), (1500, 1500), is_stacked=True)
-NAMES, CORNERS = ("a", "b"), ((0, 0), (64, 0))
+NAMES, SHARD_OFFSETS = ("a", "b"), ((0, 0), (64, 0))
 NEVER, ONCE, OFTEN = slice(0, 1000), slice(1000, 2000), slice(2000, 3000)
 
 
@@ -29,7 +29,7 @@ def learning_rate(step: int) -> float:
 
 def indebted(source: NoiseSource, mechanism: LazyDP) -> tuple[Debts, Clock, Tensor]:
     weight, clock = torch.zeros(3000, WIDTH), Clock(torch.device("cpu"))
-    noise = StackNoise(source, LAYOUT.stacks[0], NAMES, CORNERS, 0)
+    noise = StackNoise(source, LAYOUT.stacks[0], NAMES, SHARD_OFFSETS, 0)
     return Debts(mechanism, weight, noise, clock), clock, weight
 
 
@@ -79,9 +79,11 @@ def test_replayed_draws_are_those_of_eager_noise() -> None:
     source, decay = RowNoise(RunKey.fixed(3)), 0.1
     eager = torch.zeros(3000, WIDTH, dtype=torch.float64)
     for step in range(STEPS):
-        for table, (name, corner) in enumerate(zip(NAMES, CORNERS)):
+        for table, (name, shard_offset) in enumerate(zip(NAMES, SHARD_OFFSETS)):
             part = eager[1500 * table : 1500 * (table + 1)]
-            drawn = source.fill_(torch.empty(1500, WIDTH), Stream("gradient", name, step, corner))
+            drawn = source.fill_(
+                torch.empty(1500, WIDTH), Stream("gradient", name, step, shard_offset)
+            )
             rate = learning_rate(step)
             part.mul_(1 - rate * decay).sub_(rate * STDDEV * drawn.double())
     lazy = run(source, LazyDP(aggregate=False, chunk_rows=700), decay)

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_dpsparse import LSG, RGP, DenseGaussian, SparseDPSGD
 from lightning_dpsparse.engine.dense import DenseMechanism, Form
-from lightning_dpsparse.engine.products import Positions
+from lightning_dpsparse.engine.outer_products import Positions
 from lightning_dpsparse.mechanisms.sparse_dpsgd import Masked
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.dense import dense_sum
 from tests.engine.test_rounding import EPS, nearly_cancelling, padded
 from tests.engine.test_units import leaders_of
+from tests.support.dense_layers import dense_sum
 
 WIDTH = 6
 LENGTH = 8
@@ -48,14 +48,16 @@ def form_of(name: str, width: int) -> Form:
 @pytest.mark.parametrize("leaders", [None, [0, 0, 2]], ids=["examples", "users"])
 @pytest.mark.parametrize("mechanism", FORMS)
 def test_a_norm_does_not_depend_on_how_long_others_are(mechanism: str, leaders: Any) -> None:
-    leader_B = None if leaders is None else torch.tensor(leaders)
+    first_of_unit_B = None if leaders is None else torch.tensor(leaders)
     form = form_of(mechanism, 8)
     for seed in range(10):
         each = [nearly_cancelling(4, 8, 3 * seed + i) for i in range(3)]
         a, g = (torch.cat(side) for side in zip(*each))
-        found = form.square_norms(Positions(a, g), leader_B)
+        found = form.square_norms(Positions(a, g), first_of_unit_B)
         for length in (5, 20):
-            longer = form.square_norms(Positions(padded(a, length), padded(g, length)), leader_B)
+            longer = form.square_norms(
+                Positions(padded(a, length), padded(g, length)), first_of_unit_B
+            )
             torch.testing.assert_close(longer, found, rtol=1e-6, atol=0.0)
 
 
@@ -146,8 +148,8 @@ def sum_of(users: Sequence[Any], case: tuple[Sequence[str], str], as_users: bool
         pad_sequence([torch.tensor(example[side]) for example in examples], batch_first=True)
         for side in (0, 1)
     )
-    leader_B = leaders_of([len(user) for user in users]) if as_users else None
-    return dense_sum(model, lambda: model(x, weight), MECHANISMS[mechanism], leader_B)
+    first_of_unit_B = leaders_of([len(user) for user in users]) if as_users else None
+    return dense_sum(model, lambda: model(x, weight), MECHANISMS[mechanism], first_of_unit_B)
 
 
 def sequence_of(first: list[float], places: list[tuple[float, float]], size: float) -> Any:

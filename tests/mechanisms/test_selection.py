@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dpsparse.accounting import events
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.selection import (
     GumbelHistogram,
     Histogram,
@@ -25,6 +25,7 @@ from lightning_dpsparse.mechanisms.selection import (
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
+from lightning_dpsparse.refused import Refused
 
 R = 40_000
 SOURCES: list[Callable[[RunKey], NoiseSource]] = [FastNoise, SecureNoise, RowNoise]
@@ -211,7 +212,7 @@ def test_public_counts_are_read_by_the_tables_own_names(tmp_path: Path) -> None:
 def test_public_counts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "counts.npz"
     public, tables = PublicFrequencies(path=str(path)), [table("a", 3, "x"), table("b", 2, "y")]
-    with pytest.raises(FileNotFoundError, match=r"Expected public frequencies in .*numpy\.savez"):
+    with pytest.raises(Refused, match=r"Expected public frequencies in .*numpy\.savez"):
         public.scores(tables)
     np.savez(path, a=np.arange(3))
     with pytest.raises(ValueError, match=r"Expected 2 counts for table 'b' in .*, found nothing"):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_dpsparse.models.metrics import click_metrics
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def scores(rate: float, size: int = 20_000) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from lightning_dpsparse import FusedOptimizer, Placement
 from lightning_dpsparse.data import SyntheticClicks, SyntheticData, collate
 from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS
 from lightning_dpsparse.models import ClickModule, DLRMDCNModule, DLRMModule, PCTRModule
-from tests.ranks import Ranks
-from tests.small import assemble, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 NUM_ROWS = [50, 7, 3, 200]
 STEPS, BATCH = 4, 16

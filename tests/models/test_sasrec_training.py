@@ -15,9 +15,9 @@ from lightning_dpsparse.models import SASRecModule
 from tests.models.test_sasrec import SETTINGS, Plain, sasrec
 from tests.models.test_two_tower import EXAMPLES, ITEMS, Windows, collate, loader
 from tests.plugin.test_training import SGD, assert_close
-from tests.private import EXPECTED, plan
-from tests.ranks import Ranks
-from tests.small import assemble, make_trainer, snapshot
+from tests.support.naive_step import EXPECTED, plan
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 STEPS = 3
 

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_dpsparse import Placement
 from lightning_dpsparse.models import TwoTowerModule
 from lightning_dpsparse.models.retrieval import retrieval_metrics
-from tests.ranks import Ranks
-from tests.small import assemble, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 ITEMS, WIDTH, NEGATIVES = 30, 8, 5
 TABLE = "tables.embedding_bags.{}.weight"

@@ -26,9 +26,9 @@ from tests.models.test_two_tower import (
     two_towers,
 )
 from tests.plugin.test_training import SGD, assert_close
-from tests.private import EXPECTED, plan
-from tests.ranks import Ranks
-from tests.small import assemble, make_trainer, snapshot
+from tests.support.naive_step import EXPECTED, plan
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 
 class Recorded(TwoTowerModule):

@@ -20,11 +20,11 @@ from lightning_dpsparse import (
     Selection,
 )
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import ADAGRAD, SIZES, plan, run, tolerance_of
-from tests.ranks import Ranks
-from tests.selecting import Expected, naive_selecting
 from tests.sharded.test_units import UNITS, run_users
-from tests.small import SEQUENCES, TABLES, name_of, paths
+from tests.support.naive_step import ADAGRAD, SIZES, plan, run, tolerance_of
+from tests.support.ranks import Ranks
+from tests.support.row_choice import Expected, naive_selecting
+from tests.support.tiny_model import SEQUENCES, TABLES, name_of, paths
 
 # Examples read 3 to 20 rows: those with fewer than four are not clipped. A row passes if about two
 # examples read it, or one that reads few.

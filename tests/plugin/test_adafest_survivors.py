@@ -17,10 +17,10 @@ from lightning_dpsparse.mechanisms.adafest import survival
 from tests.plugin.test_adafest import public
 from tests.plugin.test_private_noise import assert_variance, record_noise
 from tests.plugin.test_training import PLACEMENTS
-from tests.private import EXPECTED, plan
-from tests.ranks import Ranks
-from tests.selecting import naive_map, rows_of_unit
-from tests.small import BAGS_OR_SEQUENCES, SEQUENCES, Bags, assemble, name_of, paths
+from tests.support.naive_step import EXPECTED, plan
+from tests.support.ranks import Ranks
+from tests.support.row_choice import naive_map, rows_of_unit
+from tests.support.tiny_model import BAGS_OR_SEQUENCES, SEQUENCES, Bags, assemble, name_of, paths
 
 
 def displacements(

@@ -14,8 +14,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from lightning_dpsparse import FusedOptimizer, Placement
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.sharded.checkpoint import consolidate
-from tests.ranks import Ranks
-from tests.small import Bags, SmallModule, assemble, collate, loader, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import (
+    Bags,
+    SmallModule,
+    assemble,
+    collate,
+    loader,
+    make_trainer,
+    snapshot,
+)
 
 BATCH, BATCHES_PER_EPOCH = 8, 5
 SIZE = BATCH * BATCHES_PER_EPOCH

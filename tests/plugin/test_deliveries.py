@@ -32,10 +32,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_dpsparse import DPSGD, AdaFEST, LazyDP, PrivacyPlan
 from lightning_dpsparse.plugin.deliveries import Deliveries, delivered
 from lightning_dpsparse.sharded.examples import take_examples
-from tests.plugin.coupling import Model
-from tests.private_runs import BATCH, SIZE, Marked, marked_loader
-from tests.ranks import Ranks
-from tests.small import collate, make_trainer, snapshot
+from tests.support.private_runs import BATCH, SIZE, Marked, marked_loader
+from tests.support.probe_models import Model
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import collate, make_trainer, snapshot
 
 NOISY = PrivacyPlan(
     mechanism=DPSGD(),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_dpsparse import ExponentialSelection, FusedOptimizer, Placement, PrivacyPlan
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
-from tests.private import ADAGRAD, EXPECTED, SIZES, plan, run
-from tests.private_runs import fit, ledger_of
-from tests.ranks import Ranks
-from tests.reference import Reference
-from tests.small import BAGS_OR_SEQUENCES, Bags, collate, paths
+from tests.support.naive_step import ADAGRAD, EXPECTED, SIZES, plan, run
+from tests.support.private_runs import fit, ledger_of
+from tests.support.ranks import Ranks
+from tests.support.reference import Reference
+from tests.support.tiny_model import BAGS_OR_SEQUENCES, Bags, collate, paths
 
 K, DELTA, CLIP = 9, 0.05, 0.1
 CHOICE = ExponentialSelection(num_rows=K, score_clip=DELTA)

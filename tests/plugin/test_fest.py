@@ -27,11 +27,11 @@ from lightning_dpsparse import (
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
-from tests.private_runs import BATCH, SIZE, Marked, Watching, fit, ledger_of, strict_collate
-from tests.ranks import Ranks
-from tests.small import TABLES, paths, snapshot
+from tests.support.private_runs import BATCH, SIZE, Marked, Watching, fit, ledger_of, strict_collate
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import TABLES, paths, snapshot
 
 COUNTED = NoisyHistogram(noise_multiplier=5.0, max_ids_per_bag=2)
 RELEASE, STEP = events.gaussian(5.0), events.poisson_gaussian(BATCH / SIZE, 1.0)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_dpsparse import AdaFESTPlus, Placement, Selection, Users
 from tests.plugin.test_fest import COUNTED, REPLAYED, Selecting, fest, plan, select, selected_by
-from tests.private_runs import Marked
-from tests.ranks import Ranks
-from tests.small import BAGS_OR_SEQUENCES, assemble
+from tests.support.private_runs import Marked
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import BAGS_OR_SEQUENCES, assemble
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 
 from lightning_dpsparse import DPSGD, LazyDP, PrivacyPlan
-from tests.plugin.coupling import Model
-from tests.private_runs import BATCH, marked_loader
-from tests.ranks import Ranks
-from tests.small import make_trainer, snapshot
+from tests.support.private_runs import BATCH, marked_loader
+from tests.support.probe_models import Model
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer, snapshot
 
 PLAIN = {"noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0}
 ASSUMED = {"assume_independent_examples": "these tests are about something else"}

@@ -20,10 +20,10 @@ from lightning_dpsparse import DPSGD, FusedOptimizer, LazyDP, Placement
 from lightning_dpsparse.mechanisms import lazydp
 from lightning_dpsparse.noise.sources import RowNoise
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
-from tests.private import Batches, plan
-from tests.ranks import Ranks
-from tests.selecting import rows_of_unit
-from tests.small import (
+from tests.support.naive_step import Batches, plan
+from tests.support.ranks import Ranks
+from tests.support.row_choice import rows_of_unit
+from tests.support.tiny_model import (
     BAGS_OR_SEQUENCES,
     SEQUENCES,
     Bags,

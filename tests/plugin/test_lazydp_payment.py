@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_dpsparse import DPSGD, LazyDP, Placement
 from lightning_dpsparse.mechanisms import lazydp
 from lightning_dpsparse.sharded.checkpoint import consolidate
-from lightning_dpsparse.sharded.seam import Seam
+from lightning_dpsparse.sharded.cut import PrivateLookup
 from tests.plugin.test_lazydp import unmoved
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
-from tests.private import Batches, plan
-from tests.ranks import Ranks
-from tests.small import (
+from tests.support.naive_step import Batches, plan
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import (
     BAGS_OR_SEQUENCES,
     Bags,
     Recording,
@@ -174,7 +174,7 @@ class Interrupting(Callback):
             yield from work[:3]
             raise KeyboardInterrupt
 
-        steps = trainer.strategy.private_run.steps
+        steps = trainer.strategy.private_run.stepper
         with pytest.raises(KeyboardInterrupt):
             steps.pay_all(until_the_fourth)
         pay_chunk, calls = lazydp.Debts.pay_chunk, iter(range(100))
@@ -216,7 +216,7 @@ class Bar:
 
 class Watching(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        steps, first, second = trainer.strategy.private_run.steps, Bar(), Bar()
+        steps, first, second = trainer.strategy.private_run.stepper, Bar(), Bar()
         steps.pay_all(first)
         steps.pay_all(second)
         module.shown = (first.shown, second.shown)
@@ -239,7 +239,7 @@ def outgrown() -> list[tuple[float, float, bool]]:
     settings = {"max_epochs": -1, "max_steps": 3}
     trainer = make_trainer(1, None, SGD, privacy=plan(noise=1.0, mechanism=LazyDP()), **settings)
     trainer.fit(module, Batches([[4, 4]] * 3, None))
-    (collection,) = [m for m in module.modules() if isinstance(m, Seam)]
+    (collection,) = [m for m in module.modules() if isinstance(m, PrivateLookup)]
     seen = []
     for factor in (1.0, 2.0**12):
         for debts in collection.debts.values():

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_dpsparse import Placement, PredictionWriter
 from lightning_dpsparse.plugin.loaders import EvaluationBatches
-from tests.ranks import Ranks
-from tests.small import Bags, SmallModule, collate, loader, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import Bags, SmallModule, collate, loader, make_trainer, snapshot
 
 ROWS = Placement(default="row_wise")
 

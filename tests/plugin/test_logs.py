@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_dpsparse import AdaFEST, PrivacyMonitor, PrivacyPlan, PrivacyReport
-from tests.private_runs import BATCH, Marked, Watching, marked_loader
-from tests.ranks import Ranks
-from tests.small import Bags, collate, make_trainer
+from tests.support.private_runs import BATCH, Marked, Watching, marked_loader
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import Bags, collate, make_trainer
 
 NOISY = PrivacyPlan(noise_multiplier=1.0, delta=1e-3)
 ADAFEST = PrivacyPlan(mechanism=AdaFEST(threshold=1.0), noise_multiplier=1.0, delta=1e-3)

@@ -12,9 +12,18 @@ from torch import Tensor
 
 from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import ADAGRAD, EXPECTED, SIZES, Batches, naive, plan, run, tolerance_of
-from tests.ranks import Ranks
-from tests.small import (
+from tests.support.naive_step import (
+    ADAGRAD,
+    EXPECTED,
+    SIZES,
+    Batches,
+    naive,
+    plan,
+    run,
+    tolerance_of,
+)
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import (
     BAGS_OR_SEQUENCES,
     SEQUENCES,
     TABLES,

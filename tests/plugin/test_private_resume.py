@@ -10,7 +10,7 @@ import torch
 
 from lightning_dpsparse import PrivacyPlan, Users
 from lightning_dpsparse.accounting.ledger import Ledger
-from tests.private_runs import (
+from tests.support.private_runs import (
     NOISY,
     REPLAYED,
     TARGET,
@@ -19,8 +19,8 @@ from tests.private_runs import (
     ledger_of,
     saved_ledger,
 )
-from tests.ranks import Ranks
-from tests.small import assemble
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble
 
 
 def test_a_spent_run_takes_no_further_step(one_rank: Ranks, tmp_path: Path) -> None:

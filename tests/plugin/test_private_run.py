@@ -11,8 +11,9 @@ import pytest
 
 from lightning_dpsparse import DPSGD, EANA, PrivacyPlan, PrivacyReport
 from lightning_dpsparse.accounting.ledger import read_ledger
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import read as read_report
-from tests.private_runs import (
+from tests.support.private_runs import (
     BATCH,
     NOISY,
     REPLAYED,
@@ -23,8 +24,8 @@ from tests.private_runs import (
     marked_loader,
     saved_ledger,
 )
-from tests.ranks import Ranks
-from tests.small import make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -75,7 +76,7 @@ def overspend(folder: Path) -> None:
 
 
 def test_the_engine_refuses_the_step_that_would_overspend(one_rank: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="found the budget spent after"):
+    with pytest.raises(Refused, match="found the budget spent after"):
         one_rank.run(overspend, tmp_path)
 
 

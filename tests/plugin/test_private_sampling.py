@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dpsparse import PrivacyPlan, Users
-from tests.private_runs import (
+from tests.support.private_runs import (
     NOISY,
     REPLAYED,
     SIZE,
@@ -22,8 +22,8 @@ from tests.private_runs import (
     ledger_of,
     marked_loader,
 )
-from tests.ranks import Ranks
-from tests.small import Bags, collate
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import Bags, collate
 
 
 def test_batches_are_poisson_samples_of_all_examples(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_dpsparse import DPSGD, EANA, AdaFEST, Placement, PrivacyPlan, Tab
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from lightning_dpsparse.sharded.fused import kernel_steps
 from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
-from tests.private import (
+from tests.support.naive_step import (
     ADAGRAD,
     SIZES,
     Batches,
@@ -25,8 +25,8 @@ from tests.private import (
     run,
     tolerance_of,
 )
-from tests.ranks import Ranks
-from tests.small import BAGS_OR_SEQUENCES, SEQUENCES, Recording, make_trainer, name_of
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import BAGS_OR_SEQUENCES, SEQUENCES, Recording, make_trainer, name_of
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROWWISE], ids=lambda o: o.kind)

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dpsparse import DPSGD, LazyDP, PrivacyPlan, Users
 from lightning_dpsparse.plugin.probe import coupling
-from tests.plugin.coupling import COUPLED, FINE, Model
-from tests.private import Batches
-from tests.private_runs import BATCH, Marked, marked_loader
-from tests.ranks import Ranks
-from tests.small import collate, make_trainer, snapshot
+from tests.support.naive_step import Batches
+from tests.support.private_runs import BATCH, Marked, marked_loader
+from tests.support.probe_models import COUPLED, FINE, Model
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import collate, make_trainer, snapshot
 
 NOISY = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, delta=1e-3)
 

@@ -25,8 +25,8 @@ from lightning_dpsparse import (
     PublicWeights,
 )
 from tests.plugin.test_text import Classifier, Texts, collate_texts
-from tests.ranks import Ranks
-from tests.small import assemble, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 SGD = FusedOptimizer(kind="sgd", learning_rate=0.5)
 

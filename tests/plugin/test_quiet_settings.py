@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_dpsparse import DPSGD, PrivacyPlan
-from tests.plugin.coupling import Model
-from tests.private_runs import marked_loader
-from tests.ranks import Ranks
-from tests.small import NUM_COUNTS, make_trainer
+from tests.support.private_runs import marked_loader
+from tests.support.probe_models import Model
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import NUM_COUNTS, make_trainer
 
 NOISY = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=1.0, delta=1e-3)
 

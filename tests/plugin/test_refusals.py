@@ -24,8 +24,9 @@ from lightning_dpsparse import (
     PrivacyPlan,
     TablePlacement,
 )
-from tests.ranks import Ranks
-from tests.small import SmallModule, loader, make_trainer
+from lightning_dpsparse.refused import Refused
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import SmallModule, loader, make_trainer
 
 
 class WithTables(SmallModule):
@@ -365,5 +366,5 @@ def fit_other_lightning() -> None:
 
 
 def test_modules_of_the_other_package_are_named(one_rank: Ranks) -> None:
-    with pytest.raises(TypeError, match=r"import both from `lightning\.pytorch`"):
+    with pytest.raises(Refused, match=r"import both from `lightning\.pytorch`"):
         one_rank.run(fit_other_lightning)

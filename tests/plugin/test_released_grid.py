@@ -12,9 +12,9 @@ from lightning_dpsparse import DPSGD, EANA, AdaFEST, FusedOptimizer, LazyDP, Pla
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.sharded.shards import local_kernels
 from tests.plugin.test_training import PLACEMENTS
-from tests.private import Batches, plan
-from tests.ranks import Ranks
-from tests.small import SmallModule, make_trainer, snapshot
+from tests.support.naive_step import Batches, plan
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import SmallModule, make_trainer, snapshot
 
 ONE = FusedOptimizer(kind="sgd", learning_rate=1.0)
 SIZES = [[5, 3], [2, 4]]

@@ -34,11 +34,11 @@ from tests.plugin import test_lazydp_payment as payment
 from tests.plugin.test_refusals import refused
 from tests.plugin.test_training import ROWWISE, SGD, assert_close, reference
 from tests.plugin.test_training import train as train_in_the_open
-from tests.private import ADAGRAD, SIZES, grouped, naive, plan, run, tolerance_of
-from tests.ranks import Ranks
-from tests.selecting import naive_selecting
 from tests.sharded.test_units import UNITS, naive_users, run_users
-from tests.small import (
+from tests.support.naive_step import ADAGRAD, SIZES, grouped, naive, plan, run, tolerance_of
+from tests.support.ranks import Ranks
+from tests.support.row_choice import naive_selecting
+from tests.support.tiny_model import (
     SEQUENCES,
     Bags,
     Recording,

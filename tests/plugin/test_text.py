@@ -16,8 +16,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import AdaFEST, FusedOptimizer, LazyDP, PrivacyPlan
-from tests.ranks import Ranks
-from tests.small import make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import make_trainer
 
 # B texts, T words of the longest, D width of a word
 

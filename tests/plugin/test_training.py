@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse import FusedOptimizer, Placement, TablePlacement
-from tests.ranks import Ranks
-from tests.reference import Reference, first_epoch
-from tests.small import assemble, run_training
+from tests.support.ranks import Ranks
+from tests.support.reference import Reference, first_epoch
+from tests.support.tiny_model import assemble, run_training
 
 STEPS, BATCH = 4, 8
 SGD = FusedOptimizer(kind="sgd", learning_rate=0.3)

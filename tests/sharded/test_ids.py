@@ -13,8 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import Placement
 from lightning_dpsparse.sharded.ids import IdCheck
-from tests.ranks import Ranks
-from tests.small import SEQUENCES, Bags, SmallModule, collate, make_trainer
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import SEQUENCES, Bags, SmallModule, collate, make_trainer
 
 TABLES = [
     EmbeddingBagConfig(name="a", num_embeddings=10, embedding_dim=4, feature_names=["x", "y"]),

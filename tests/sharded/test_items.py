@@ -17,9 +17,9 @@ from lightning_dpsparse.sharded.collections import sharded_collections, weight_o
 from lightning_dpsparse.sharded.items import ItemTable
 from lightning_dpsparse.sharded.shards import TableShard, load_whole_tables, local_shards
 from tests.plugin.test_training import SGD
-from tests.private import Batches, plan
-from tests.ranks import Ranks
-from tests.small import (
+from tests.support.naive_step import Batches, plan
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import (
     SEQUENCES,
     Recording,
     assemble,
@@ -181,10 +181,10 @@ def ask_a_grid(table: Tensor, queries: list[Tensor]) -> Any:
     """Runs inside a rank: each holds two corners, as four ranks on two hosts would hold one."""
     module = sharded(2, Placement(default="row_wise"), table)
     searched, rank = ItemTable(module, "item"), torch.distributed.get_rank()
-    corners = [(0, 0), (20, 4)] if rank == 0 else [(0, 4), (20, 0)]
+    shard_offsets = [(0, 0), (20, 4)] if rank == 0 else [(0, 4), (20, 0)]
     searched._shards = [
         TableShard(KEY, row, column, (ROWS, WIDTH), piece(table, row, column), torch.zero_)
-        for row, column in corners
+        for row, column in shard_offsets
     ]
     return *searched.top_k(queries[rank], K), searched.log_sum_exp(queries[rank], 0.5)
 

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_dpsparse import Placement, TablePlacement
 from lightning_dpsparse.sharded.placement import describe, make_plan, make_sharders
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def plan(

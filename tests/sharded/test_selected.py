@@ -20,13 +20,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import DPSGD, FEST, NoisyHistogram, PrivacyPlan, Selection
 from lightning_dpsparse.engine.lookups import Layout
-from lightning_dpsparse.engine.read import Table
+from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.selection import Histogram
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
 from lightning_dpsparse.sharded.selected import IdCounter, OneRowForOthers, rows_of_kernel
-from tests.private_runs import Marked, Watching, marked_loader, strict_collate
-from tests.ranks import Ranks
-from tests.small import (
+from tests.support.private_runs import Marked, Watching, marked_loader, strict_collate
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import (
     SEQUENCE_WIDTH,
     Bags,
     Head,
@@ -39,7 +39,7 @@ from tests.small import (
     tables,
     width_of,
 )
-from tests.small import TABLES as SMALL
+from tests.support.tiny_model import TABLES as SMALL
 
 # Two features share table a, one feature is read by two tables: pairs ax, ay, by, cz.
 TABLES = [Table("a", 6, ("x", "y")), Table("b", 6, ("y",)), Table("c", 3, ("z",))]

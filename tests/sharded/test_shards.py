@@ -15,8 +15,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from lightning_dpsparse import Placement, TablePlacement
 from lightning_dpsparse.sharded.placement import Placement as SamePlacement
 from lightning_dpsparse.sharded.shards import tables_on_meta
-from tests.ranks import Ranks
-from tests.small import SmallModule, assemble, loader, make_trainer, snapshot
+from tests.support.ranks import Ranks
+from tests.support.tiny_model import SmallModule, assemble, loader, make_trainer, snapshot
 
 BIG = 40_000  # more than two blocks of initial values
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_dpsparse import Placement
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
-from tests.private import EXPECTED, Batches, automatic, flat, grouped, naive, plan, run
-from tests.ranks import Ranks
-from tests.reference import Reference
-from tests.small import (
+from tests.support.naive_step import EXPECTED, Batches, automatic, flat, grouped, naive, plan, run
+from tests.support.ranks import Ranks
+from tests.support.reference import Reference
+from tests.support.tiny_model import (
     SEQUENCES,
     Bags,
     Recording,
@@ -47,7 +47,7 @@ class Users(Recording):
         self.units, self.poisoned = units, poisoned
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        private = self.trainer.strategy._run.steps  # type: ignore[attr-defined]
+        private = self.trainer.strategy._run.stepper  # type: ignore[attr-defined]
         private.start(batch_idx, self.units[batch_idx])
         loss = super().training_step(batch, batch_idx)
         if batch_idx == self.poisoned and self.global_rank == self.trainer.world_size - 1:

@@ -44,6 +44,7 @@ from lightning_dpsparse.plugin.probe.repeatable import (
     shaken,
 )
 from lightning_dpsparse.plugin.probe.sources import FromBatch, FromData, Source, are_alike, size_of
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.build import on_every_rank
 from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.examples import empty_examples
@@ -124,12 +125,12 @@ class Probe:
         except (ValueError, RuntimeError, TypeError, IndexError, KeyError, AssertionError) as error:
             if type(error) is ValueError and str(error).startswith("Expected"):
                 raise
-            raise ValueError(findings.failed(error)) from error
+            raise Refused(findings.failed(error)) from error
         finally:
             self._attributes.restore()
         told = next((message for message in on_every_rank(found) if message), None)
         if told is not None:
-            raise ValueError(str(told))
+            raise Refused(str(told))
         return True
 
     # ---- the measurements -----------------------------------------------------------------------

@@ -20,16 +20,22 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import table_configs, weight_path
 from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
-from lightning_dpsparse.sharded.kernel_read import KernelRead, TablePiece, corner_of, kernel_layout
+from lightning_dpsparse.sharded.kernel_read import (
+    KernelRead,
+    TablePiece,
+    kernel_layout,
+    shard_offset_of,
+)
 from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
 from lightning_dpsparse.sharded.update import set_steps, version_of
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all
 
 
-class Seam(nn.Module):
+class PrivateLookup(nn.Module):
     """What makes of TorchRec's sharded collection one that private training can open.
 
     It also leaves out TorchRec's own initial values: those are drawn from the rank's generator
@@ -95,7 +101,7 @@ class Seam(nn.Module):
                 rows,
                 kernel_layout(kernel),
                 [piece.name for piece in pieces],
-                [piece.corner for piece in pieces],
+                [piece.shard_offset for piece in pieces],
                 kernel.emb_module.current_device,
             )
         if row_for_others is not None:
@@ -107,7 +113,7 @@ class Seam(nn.Module):
         for _, pieces in self._kernels():
             for piece in pieces:
                 if not piece.has_all_columns:
-                    raise ValueError(
+                    raise Refused(
                         f"Expected all columns of a row on one rank with {mechanism}, found "
                         f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
                     )
@@ -119,7 +125,7 @@ class Seam(nn.Module):
                 kernel,
                 kernel_layout(kernel),
                 [piece.name for piece in pieces],
-                [piece.corner for piece in pieces],
+                [piece.shard_offset for piece in pieces],
                 mechanism,
                 noise,
                 noise_stddev,
@@ -133,7 +139,7 @@ class Seam(nn.Module):
         self.reads.clear()
         self.padded_size = self.local_size = 0
 
-    def read_nobody(self, num_examples: int, device: torch.device) -> Tensor:
+    def read_empty_batch(self, num_examples: int, device: torch.device) -> Tensor:
         """A read of empty bags, for a step whose forward pass had no need of these tables.
 
         Their noise must come all the same. Returns zero, with the read behind it: a rank that has
@@ -222,7 +228,7 @@ class Seam(nn.Module):
             if not self._is_private_read:
                 return output.detach() if self.is_guarded else None
             if any(read.kernel is kernel for read in self.reads):
-                raise ValueError(
+                raise Refused(
                     f"Expected the tables of {self._module_fqn!r} to be read once in a private "
                     "step, found a second call: an example's norm would miss what the two share. "
                     "Read all features in one call."
@@ -268,7 +274,7 @@ class Seam(nn.Module):
         return tuple(
             TablePiece(
                 weight_path(self._module_fqn, self, table.name),
-                corner_of(table),
+                shard_offset_of(table),
                 table.local_cols == table.embedding_dim,
             )
             for table in kernel.config.embedding_tables
@@ -288,7 +294,7 @@ class Seam(nn.Module):
         return (first + torch.arange(self.padded_size, device=device)).flatten()
 
 
-class ShardedTables(Seam, ShardedEmbeddingBagCollection):
+class ShardedTables(PrivateLookup, ShardedEmbeddingBagCollection):
     """Pooled tables, with a seam."""
 
     def _first_examples(self, output: KeyedTensor, size: int) -> KeyedTensor:
@@ -298,7 +304,7 @@ class ShardedTables(Seam, ShardedEmbeddingBagCollection):
         return output.values().sum()
 
 
-class ShardedSequences(Seam, ShardedEmbeddingCollection):
+class ShardedSequences(PrivateLookup, ShardedEmbeddingCollection):
     """Tables whose rows come one by one, with a seam."""
 
     def _first_examples(
@@ -340,5 +346,5 @@ def _pad(features: KeyedJaggedTensor, size: int) -> KeyedJaggedTensor:
     )
 
 
-def all_reads(collections: list[Seam]) -> list[KernelRead]:
+def all_reads(collections: list[PrivateLookup]) -> list[KernelRead]:
     return list(chain.from_iterable(collection.reads for collection in collections))

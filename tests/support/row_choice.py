@@ -17,16 +17,16 @@ from torch import Tensor
 
 from lightning_dpsparse import AdaFEST, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
-from lightning_dpsparse.engine.mechanism import Question
-from lightning_dpsparse.engine.read import Ranks
+from lightning_dpsparse.engine.mechanism import BatchReads
 from lightning_dpsparse.engine.rounding import fixed_price, price
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.step_inputs import Ranks
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
-from tests import small
 from tests.plugin.test_training import update
-from tests.private import EXPECTED
-from tests.reference import Reference
+from tests.support import tiny_model as small
+from tests.support.naive_step import EXPECTED
+from tests.support.reference import Reference
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class PaperRead:
 
     bags: Bags
     table_names: Sequence[str]
-    corners: Sequence[tuple[int, int]]
+    shard_offsets: Sequence[tuple[int, int]]
     selected_R: Tensor | None = None
     order_B: Tensor | None = None
     has_whole_rows: bool = True
@@ -72,7 +72,7 @@ class PaperRead:
 def paper_read(layout: Layout, examples: Sequence[Example], **kwargs: Any) -> PaperRead:
     tables = len(layout.widths)
     names = [f"ebc.t{t}.weight" for t in range(tables)]
-    settings = {"table_names": names, "corners": [(0, 0)] * tables} | kwargs
+    settings = {"table_names": names, "shard_offsets": [(0, 0)] * tables} | kwargs
     return PaperRead(bags_of(layout, examples), **settings)
 
 
@@ -81,11 +81,13 @@ def ask(
     noise: NoiseSource,
     noise_multiplier: float,
     step: int = 0,
-    leader_B: Tensor | None = None,
-) -> Question:
+    first_of_unit_B: Tensor | None = None,
+) -> BatchReads:
     ranks = Ranks(reads[0].bags.num_examples, 0, lambda tensor: None)
     lookups = [read.lookup() for read in reads]
-    return Question(reads, lookups, leader_B, ranks, noise, noise_multiplier, EXPECTED, step, CPU)
+    return BatchReads(
+        reads, lookups, first_of_unit_B, ranks, noise, noise_multiplier, EXPECTED, step, CPU
+    )
 
 
 def rows_read(

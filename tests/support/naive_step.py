@@ -15,9 +15,9 @@ from lightning_dpsparse.engine.rounding import price
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import RowNoise
 from tests.plugin.test_training import SGD, update
-from tests.ranks import Ranks
-from tests.reference import Reference
-from tests.small import (
+from tests.support.ranks import Ranks
+from tests.support.reference import Reference
+from tests.support.tiny_model import (
     TABLES,
     Bags,
     Recording,

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_dpsparse import report
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.facts import make_facts
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.report.facts import make_facts
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase, day_phases
 

@@ -21,7 +21,7 @@ from dp_accounting.pld import privacy_loss_distribution as builders
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of, epsilons_of, rdp_epsilon_of
 from lightning_dpsparse.accounting.events import GumbelDpEvent, combined_noise, split_noise
-from lightning_dpsparse.accounting.losses import COARSE, losses_of, poisson_subsampled
+from lightning_dpsparse.accounting.privacy_loss import COARSE, losses_of, poisson_subsampled
 
 RATE, STEPS, DELTA = 1024 / 1e6, 10_000, 1e-6  # the "1M reference": noise .7931 for epsilon 1
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_dpsparse.accounting.calibration import epsilons_of, rdp_epsilon_of
 from lightning_dpsparse.accounting.events import describe
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.accounting.losses import COARSE
+from lightning_dpsparse.accounting.privacy_loss import COARSE
 from lightning_dpsparse.plan import Users
 from lightning_dpsparse.run_plan import RunPlan
 

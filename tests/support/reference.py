@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import PoolingType
 
-from tests.small import (
+from tests.support.tiny_model import (
     SEQUENCE_WIDTH,
     SEQUENCES,
     TABLES,

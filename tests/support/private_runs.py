@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_dpsparse import PrivacyPlan
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
-from tests.small import Bags, SmallModule, collate, make_trainer, snapshot
+from tests.support.tiny_model import Bags, SmallModule, collate, make_trainer, snapshot
 
 SIZE, BATCH = 60, 12  # a rate of 0.2, epochs of five steps
 TARGET = PrivacyPlan(epsilon=3.0, delta=1e-3)
@@ -50,7 +50,7 @@ class Watching(SmallModule):
         step = len(self.drawn)
         self.drawn.append(batch.dense_features[:, 0].long().tolist())
         run = getattr(self.trainer.strategy, "private_run", None)
-        self.unit_sizes.append(run.steps._unit_sizes if run else None)
+        self.unit_sizes.append(run.stepper._unit_sizes if run else None)
         if step == self.fail_at:
             raise RuntimeError("this step fails")
         if step == self.die_at:

@@ -24,6 +24,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from lightning_dpsparse.accounting.events import ExponentialDpEvent, GumbelDpEvent
 from lightning_dpsparse.accounting.grid import Array, both_ways, from_losses
 from lightning_dpsparse.accounting.mixture import mixture_losses
+from lightning_dpsparse.refused import Refused
 
 FINE = 1e-4
 """Grid of losses for results. Every grid gives an upper bound; finer is tighter."""
@@ -105,7 +106,7 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
             return mixture_losses(inner.noise_multiplier, (0.0, 1.0), (1.0 - rate, rate), grid)
         whole = losses_of(inner, grid=grid)
         return None if whole is None else poisson_subsampled(whole, rate)
-    raise ValueError(f"Expected an event with a known loss, found {event}.")
+    raise Refused(f"Expected an event with a known loss, found {event}.")
 
 
 def _nothing() -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_dpsparse.sharded.examples import take_examples
-from tests.private_runs import SIZE, Marked
-from tests.small import SmallModule, collate
+from tests.support.private_runs import SIZE, Marked
+from tests.support.tiny_model import SmallModule, collate
 
 
 class Model(SmallModule):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_dpsparse.data.batch import ClickData, Clicks, select
 from lightning_dpsparse.models.base import RecommenderModule
+from lightning_dpsparse.refused import Refused
 
 _AT_A_TIME = 4096
 
@@ -19,7 +20,7 @@ def losses_of(
 ) -> NDArray[np.float64]:
     """The loss of each example. Where tables are sharded, all ranks ask alike."""
     if not isinstance(module, RecommenderModule):
-        raise ValueError(
+        raise Refused(
             "Expected a model derived from lightning_dpsparse.models.RecommenderModule, found "
             f"{type(module).__name__}: it does not say what an example's loss is. Derive from it."
         )

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse.engine.norms import norms_of, row_square_norms
-from lightning_dpsparse.engine.products import Positions, outer_sum, position_norms
+from lightning_dpsparse.engine.outer_products import Positions, outer_sum, position_norms
+from lightning_dpsparse.refused import Refused
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
 
@@ -39,7 +40,7 @@ class Use(ABC):
     def check_inputs(self) -> None:
         """Autograd would look after them, had it been left to compute the weight's gradient."""
         if [value._version for value in self.batched()] != self._versions:
-            raise ValueError(
+            raise Refused(
                 f"Expected the inputs of {self.what!r} to stay as they were until the backward "
                 "pass, found that they were written to in place. Write to a new tensor: x = x + y, "
                 "not x += y."
@@ -265,7 +266,7 @@ class General(Use):
         try:
             each: Tensor = torch.func.vmap(of_one)(gradient, *inputs)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(self._message("cannot be run one example at a time")) from error
+            raise Refused(self._message("cannot be run one example at a time")) from error
         # With gradients of one size: the rounding of a large one looks like mixing, or hides it.
         norms_B = torch.linalg.vector_norm(gradient.unsqueeze(-1).flatten(1), dim=1)
         size_B = norms_B.clamp_min(torch.finfo(norms_B.dtype).tiny)
@@ -273,7 +274,7 @@ class General(Use):
         total = pull(_over(gradient, size_B))[0]
         expected = _over(each, size_B).sum(0)
         if not torch.allclose(expected, total, rtol=1e-3, atol=1e-5, equal_nan=True):
-            raise ValueError(self._message("mixes the examples of a batch"))
+            raise Refused(self._message("mixes the examples of a batch"))
         return each.unsqueeze(-1).flatten(1)  # a parameter may be a single number
 
     def _message(self, fault: str) -> str:
@@ -323,9 +324,13 @@ def _built(role: str, use: Use, parameter: Tensor) -> tuple[Tensor, Tensor]:
     return terms[:, 0] if terms.shape[1] == 1 else terms.sum(1, dtype=torch.float64), terms
 
 
-def rows_square_norm(ids: Tensor, g: Tensor, num_rows: int, leader_B: Tensor | None) -> Tensor:
+def rows_square_norm(
+    ids: Tensor, g: Tensor, num_rows: int, first_of_unit_B: Tensor | None
+) -> Tensor:
     """Positions of a unit that read one row add up before they are squared."""
-    units_B = torch.arange(len(ids), device=ids.device) if leader_B is None else leader_B
+    units_B = (
+        torch.arange(len(ids), device=ids.device) if first_of_unit_B is None else first_of_unit_B
+    )
     key_L = (units_B[:, None] * num_rows + ids).flatten()
     return row_square_norms(key_L, g.flatten(0, 1), num_rows, len(ids))
 

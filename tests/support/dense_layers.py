@@ -13,7 +13,7 @@ from lightning_dpsparse import DenseGaussian, SparseDPSGD
 from lightning_dpsparse.engine.clipping import FlatClipping
 from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.step import Ranks, Recipe, clipped_sums
+from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource
@@ -96,7 +96,7 @@ def dense_sum(
     model: nn.Module,
     losses: Callable[[], Tensor],
     mechanism: DenseMechanism | None = None,
-    leader_B: Tensor | None = None,
+    first_of_unit_B: Tensor | None = None,
     clip_norm: float = 1.0,
 ) -> Tensor:
     """All that a step would release of a model without tables, before noise, as one vector."""
@@ -106,6 +106,6 @@ def dense_sum(
     capture.set_forms(DenseForms(mechanism or DenseGaussian(), model, parameters).at(7, noise))
     with capture:
         loss_B = losses()
-    recipe = Recipe(EANA(), FlatClipping(), clip_norm, 0.0, expected_batch=1.0, noise=noise)
+    recipe = StepConfig(EANA(), FlatClipping(), clip_norm, 0.0, expected_batch=1.0, noise=noise)
     ranks = Ranks(len(loss_B), 0, lambda tensor: None)
-    return clipped_sums(loss_B, [], capture, recipe, ranks, 7, leader_B).dense.double()
+    return clipped_sums(loss_B, [], capture, recipe, ranks, 7, first_of_unit_B).dense.double()

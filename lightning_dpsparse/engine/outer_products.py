@@ -40,7 +40,9 @@ def outer_square_norm(a: Tensor, g: Tensor) -> Tensor:
 
 
 def weight_square_norm(
-    positions: Positions, leader_B: Tensor | None, square_norm: SquareNorm = outer_square_norm
+    positions: Positions,
+    first_of_unit_B: Tensor | None,
+    square_norm: SquareNorm = outer_square_norm,
 ) -> Tensor:
     """`square_norm` of every example, or of every unit at its leader, (B,).
 
@@ -49,11 +51,11 @@ def weight_square_norm(
     `square_norm` leaves little of it: see `not_below_rounding`.
     """
     a, g = positions
-    if leader_B is None:
+    if first_of_unit_B is None:
         return _square_norm(a, g, square_norm)
     # The examples of a unit are positions of a longer example.
     squares_B = g.new_zeros(len(g))
-    first_U, size_U = torch.unique_consecutive(leader_B, return_counts=True)
+    first_U, size_U = torch.unique_consecutive(first_of_unit_B, return_counts=True)
     for size in size_U.unique().tolist():
         leaders = first_U[size_U == size]
         members = leaders[:, None] + torch.arange(size, device=leaders.device)

@@ -58,7 +58,7 @@ class Read(Protocol):
     @property
     def table_names(self) -> Sequence[str]: ...
     @property
-    def corners(self) -> Sequence[tuple[int, int]]:
+    def shard_offsets(self) -> Sequence[tuple[int, int]]:
         """First row and column of each table's piece here."""
         ...
 
@@ -99,8 +99,8 @@ def take(values: Tensor, order_B: Tensor | None) -> Tensor:
     return values if order_B is None else values[..., order_B]
 
 
-def renumber(leader_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
+def renumber(first_of_unit_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
     """The leader of each bag column, itself a column."""
-    if leader_B is None or order_B is None:
-        return leader_B
-    return torch.argsort(order_B)[leader_B[order_B]]
+    if first_of_unit_B is None or order_B is None:
+        return first_of_unit_B
+    return torch.argsort(order_B)[first_of_unit_B[order_B]]
