@@ -27,13 +27,15 @@ from lightning_dpsparse.data import SyntheticData
 from lightning_dpsparse.engine import step as engine_step
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step import Clipped, StepConfig
-from lightning_dpsparse.mechanisms.lazydp import payment_grid
+from lightning_dpsparse.mechanisms.lazydp import LazyDP
+from lightning_dpsparse.mechanisms.lazydp import state as lazy_state
+from lightning_dpsparse.mechanisms.lazydp.weight_grid import payment_grid
 from lightning_dpsparse.models import DLRMModule
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise
 from lightning_dpsparse.plugin.callbacks import private_run
-from lightning_dpsparse.sharded import debts, private
+from lightning_dpsparse.sharded import private
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.shards import whole_table
 
@@ -52,14 +54,14 @@ DELTA = 1e-6
 @contextmanager
 def noise_divided_by(divisor: float) -> Iterator[None]:
     right = vars(StepConfig)["noise_stddev"].fget
-    wrong = property(lambda recipe: right(recipe) / divisor)
+    wrong = property(lambda config: right(config) / divisor)
     with mock.patch.object(StepConfig, "noise_stddev", wrong):
         yield
 
 
 @contextmanager
 def no_flush() -> Iterator[None]:
-    with mock.patch.object(PrivateSteps, "pay_all"):
+    with mock.patch.object(PrivateSteps, "before_release"):
         yield
 
 
@@ -115,7 +117,7 @@ def noise_in_float32(draw: Callable[[FastNoise, int, Stream], Tensor]) -> Iterat
         patches.enter_context(sums_off_the_grid())
         patches.enter_context(mock.patch.object(FastNoise, "fill_", fill_))
         patches.enter_context(mock.patch.object(FastNoise, "add_", add_))
-        patches.enter_context(mock.patch.object(debts, "payment_grid", return_value=None))
+        patches.enter_context(mock.patch.object(lazy_state, "payment_grid", return_value=None))
         yield
 
 
@@ -253,7 +255,7 @@ def audit_low_bits(
     stddev = LOW_BIT_NOISE / expected
     grid = grid_of(stddev)
     scores = attacks_on_sums(released_MD / learning_rate, without_MD, with_MD, grid)
-    if mechanism.defers and not readers:
+    if isinstance(mechanism, LazyDP) and not readers:
         # Rows that nobody read get their noise late, as scaled draws of standard deviation one.
         paid = payment_grid([torch.zeros(1)], learning_rate * stddev)
         late = float(torch.tensor(learning_rate * stddev)) * grid_of(1.0)

@@ -44,9 +44,9 @@ from benchmarks.step_time import (
 )
 from lightning_dpsparse import DPSGD, EANA, LazyDP
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.mechanisms.lazydp.state import LazyTables
 from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.sharded.collections import sharded_collections
-from lightning_dpsparse.sharded.debts import KernelDebts
 
 # R rows of a stack of tables
 
@@ -92,10 +92,10 @@ class Aged(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         private = private_run(trainer).stepper
         assert private is not None
-        for debts in _debts_of(pl_module):
+        for tables in _lazy_tables(pl_module):
             for step in range(self._steps):
-                debts.owe_for(step, private.noise_stddev)
-            for stack in debts._debts:
+                tables._clock.tick(step, private.noise_stddev, tables.kernel.learning_rate)
+            for stack in tables.debts:
                 for table_R in stack._paid_through_R.split(self._workload.rows):
                     self._age(table_R)
 
@@ -111,8 +111,8 @@ class Aged(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for debts in _debts_of(pl_module):
-            debts.note_all_paid()  # without ANS the payment would take hours
+        for tables in _lazy_tables(pl_module):
+            tables.note_work_done()  # without ANS the payment would take hours
 
     @override
     def on_exception(
@@ -121,9 +121,9 @@ class Aged(Callback):
         self.on_train_end(trainer, pl_module)
 
 
-def _debts_of(module: LightningModule) -> Iterator[KernelDebts]:
+def _lazy_tables(module: LightningModule) -> Iterator[LazyTables]:
     for collection in sharded_collections(module).values():
-        yield from collection.debts.values()
+        yield from collection.states.values()
 
 
 def aged(mechanism: Mechanism) -> ModeMaker:

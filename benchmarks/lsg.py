@@ -123,7 +123,7 @@ def low_rank(rank: str, sparsity: float, seed: int, options: argparse.Namespace)
     plan = PrivacyPlan(epsilon=options.epsilon, delta=default_delta(len(x)), clip_norm=1.0)
     phase = Phase(0, len(x), rate, steps)
     run = resolve(plan, [phase], len(x), options.batch, steps)
-    recipe = StepConfig(
+    config = StepConfig(
         plan.mechanism,
         plan.clipping,
         plan.clip_norm,
@@ -132,20 +132,19 @@ def low_rank(rank: str, sparsity: float, seed: int, options: argparse.Namespace)
         plan.make_source(plan.make_key()),
     )
     parameters = dict(model.named_parameters())
-    capture = DenseCapture(parameters)
+    capture, state = DenseCapture(parameters), config.open([])
     forms = DenseForms(mechanism(rank, sparsity, ("*",)), model, parameters)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     for step in range(steps):
         drawn = torch.rand(len(x)) < rate
         optimizer.zero_grad()
         capture.clear()
-        capture.set_forms(forms.at(step, recipe.noise))
+        capture.set_forms(forms.at(step, config.noise))
         with capture:
             losses = F.cross_entropy(model(x[drawn]), labels[drawn], reduction="none")
         ranks = Ranks(losses.numel(), 0, lambda tensor: None)
-        release(
-            clipped_sums(losses, [], capture, recipe, ranks, step), [], capture, recipe, ranks, step
-        )
+        sums = clipped_sums(losses, [], capture, config, state, ranks, step)
+        release(sums, [], capture, state, ranks, step)
         optimizer.step()
     with torch.no_grad():
         return float((model(test_x).argmax(1) == test_labels).float().mean())

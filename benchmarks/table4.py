@@ -38,8 +38,8 @@ from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.run_plan import resolve
 from lightning_dpsparse.sampling.poisson import Phase
 from lightning_dpsparse.sharded import build
+from lightning_dpsparse.sharded.features import public_tables
 from lightning_dpsparse.sharded.private import PrivateSteps
-from lightning_dpsparse.sharded.selected import public_tables
 
 WIDTH, BATCH, NUM_BATCHES = 64, 1_024, 100
 VOCABULARIES = (100_000, 200_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000)

@@ -269,6 +269,32 @@ class Bags:
         return self.layout.by_stack(self.runs.row_U, self.cuts)
 
 
+def joined(parts: Sequence[Bags]) -> Bags:
+    """The bags of one kernel for several batches, as if these were one: part after part."""
+    if len(parts) == 1:
+        return parts[0]
+    num_features = len(parts[0].layout.table_of_feature)
+    lengths = torch.cat([part.lengths.view(num_features, -1) for part in parts], dim=1)
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    ends = [part.offsets[:: max(1, part.num_examples)].tolist() for part in parts]
+
+    def in_order(values: Sequence[Tensor]) -> Tensor:
+        pieces = [
+            value_L[end[feature] : end[feature + 1]]
+            for feature in range(num_features)
+            for value_L, end in zip(values, ends)
+        ]
+        return torch.cat(pieces)
+
+    weights = [part.weights_L for part in parts if part.weights_L is not None]
+    return Bags(
+        parts[0].layout,
+        in_order([part.ids_L for part in parts]),
+        offsets,
+        in_order(weights) if weights else None,
+    )
+
+
 @dataclass(frozen=True)
 class Lookup:
     """One kernel's read, and what came back to it."""

@@ -1,9 +1,13 @@
-"""What a mechanism decides: which rows of a table are updated in a step, and with what noise."""
+"""A mechanism: what is released of the tables in a step, at what price, and against whom it holds.
+
+A mechanism is a frozen description, read from a recipe and shown in the report. It keeps nothing
+while training runs: whatever changes lies in the state that it opens (state.py). One mechanism is
+one file or folder of `mechanisms/`; the smallest, `mechanisms/eana.py`, is a good place to begin.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,33 +16,78 @@ from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian
 from lightning_dpsparse.engine.lookups import Lookup, LookupsByRow
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.rows import found_in
+from lightning_dpsparse.engine.state import MechanismState, StepNoise, TableKernel, TableState
 from lightning_dpsparse.engine.step_inputs import Ranks, Read, Table
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
-# B examples of all ranks, U distinct rows that a kernel read, V rows that nobody read
-
-Draw = Callable[[Tensor, int], Tensor]
-"""draw(rows, part): noise of the step's standard deviation for these rows, for chunk `part`."""
+# B examples of all ranks, U distinct rows that a kernel read, V rows that nobody read, K rows that
+# were chosen
 
 
 @dataclass(frozen=True)
 class BatchReads:
-    """Which rows take part in this step? Everything here is secret but the answer."""
+    """What a mechanism may look at to choose the rows of a step. All of it is secret."""
 
     reads: Sequence[Read]
     lookups: Sequence[Lookup]
-    """What each read, with the gradients of the examples, not clipped."""
+    """What each read, with the gradients of the examples, not clipped. Empty where only ids were
+    listed."""
     first_of_unit_B: Tensor | None
     """The first example of every example's unit; None if units are examples."""
     ranks: Ranks
     noise: NoiseSource
     noise_multiplier: float
-    """The whole step's, over all it releases."""
+    """The noise multiplier of the whole step, over everything that it releases."""
     expected_batch: float
     step: int
     device: torch.device
-    """Where to work: a rank may have read nothing."""
+    """The device to work on: a rank may have read nothing."""
+    whole_batch: WholeBatch | None = None
+    """The batch that this is a part of; None if this is all of it."""
+
+    def choose_by_ids(self, choose: Callable[[BatchReads], list[RowChoice]]) -> list[RowChoice]:
+        """The rows that `choose` finds in the whole batch, by ids alone.
+
+        Of a batch in parts, every part is given all the rows: those that it did not read have no
+        gradient in it.
+        """
+        if self.whole_batch is None:
+            return choose(self)
+        rows = self.whole_batch.choose_once(choose)
+        return [_choice_of(rows[read.state], read) for read in self.reads]
+
+
+class WholeBatch:
+    """A batch that is too large to be read at once: its ids can be listed before its first part.
+
+    Args:
+        list_ids: Reads all parts, for their ids only: without gradients, and without a trace.
+    """
+
+    def __init__(self, list_ids: Callable[[], BatchReads]) -> None:
+        self._list_ids = list_ids
+        self._rows: dict[TableState, Tensor] | None = None
+
+    def choose_once(
+        self, choose: Callable[[BatchReads], list[RowChoice]]
+    ) -> dict[TableState, Tensor]:
+        """The chosen rows of each kernel, increasing. They are chosen once a step."""
+        if self._rows is None:
+            batch = self._list_ids()
+            self._rows = {
+                read.state: torch.cat([choice.kept.row_U, choice.unread_rows_V]).sort().values
+                for read, choice in zip(batch.reads, choose(batch))
+            }
+        return self._rows
+
+
+def _choice_of(chosen_K: Tensor, read: Read) -> RowChoice:
+    """What rows that were chosen before mean for one part of the batch."""
+    runs = read.bags.runs
+    is_unread_K = ~found_in(runs.row_U, chosen_K)
+    return RowChoice(runs.only(found_in(chosen_K, runs.row_U)), chosen_K[is_unread_K])
 
 
 @dataclass(frozen=True)
@@ -46,13 +95,14 @@ class RowChoice:
     """The rows of one kernel that take part: what the step may release, and nothing else."""
 
     kept: LookupsByRow
-    """Of the rows that were read, with their lookups."""
+    """Of the rows that were read, those that take part, with their lookups."""
     unread_rows_V: Tensor
-    """Rows that nobody read, increasing, with the kernel's tables numbered through."""
+    """Rows that take part though nobody read them: increasing, with one numbering for all tables
+    of the kernel."""
 
 
-class Mechanism(ABC):
-    """A frozen description; everything that changes is passed in."""
+class Mechanism:
+    """A frozen description; everything that changes is in the state that it opens."""
 
     is_private: ClassVar[bool]
     """Whether the mechanism, with honest sampling and noise, is differentially private."""
@@ -60,23 +110,8 @@ class Mechanism(ABC):
     threat_model: ClassVar[str]
     """Against whom the guarantee holds, in a sentence."""
 
-    defers: ClassVar[bool] = False
-    """Whether noise waits until a row is read: only an optimizer without memory allows that."""
-
-    reaches_all_rows: ClassVar[bool] = False
-    """Whether rows that nobody read are updated too, now or later, all of them."""
-
-    releases_rows: ClassVar[bool] = False
-    """Whether which rows a step updates is itself private, and so may be logged."""
-
-    chooses_by_batch: ClassVar[bool] = False
-    """Whether rows are chosen by the whole batch, which must then be seen at once."""
-
-    needs_whole_rows: ClassVar[bool] = False
-    """Whether all columns of a row must lie on one rank."""
-
     def event(self, noise_multiplier: float) -> DpEvent:
-        """What one step costs, all units in it; sampling comes on top."""
+        """What one step costs a unit that takes part in it; sampling comes on top."""
         return gaussian(noise_multiplier)
 
     def gradient_noise(self, noise_multiplier: float) -> float:
@@ -84,23 +119,31 @@ class Mechanism(ABC):
         return noise_multiplier
 
     def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> Mechanism:
-        """With everything chosen that depends on the model and the noise."""
+        """The same mechanism with everything chosen that depends on the model and the noise."""
         return self
 
-    def choose_rows(self, question: BatchReads) -> list[RowChoice] | None:
-        """The rows that take part, for every read; None is all that were read."""
-        return None
+    def check_optimizer(self, kind: str, weight_decay: float) -> None:
+        """Refuse a fused optimizer that would not do with this mechanism what its name says.
 
-    @abstractmethod
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        """Gradients on rows of one stack of tables, every row at most once a step.
-
-        `clipped` lists the rows that take part, whether anybody read them or not.
+        By default rows that take part in no step do not move, so they cannot decay either.
         """
+        if weight_decay and kind == "sgd":
+            raise Refused(
+                f"Expected weight_decay=0 with {type(self).__name__}, found {weight_decay}: only "
+                "rows that were read would decay. Use DPSGD or LazyDP."
+            )
 
+    def check_weight_copies(self, copier: str) -> None:
+        """Refuse a callback that copies the weights after steps, if they may not be seen then."""
 
-def noise_on_rows(clipped: RowGradient, draw: Draw) -> Iterator[RowGradient]:
-    """Noise on every row that takes part, and on no other."""
-    if clipped.rows_U.numel():
-        noise = draw(clipped.rows_U, 0)
-        yield RowGradient(clipped.rows_U, noise.add_(clipped.values_UD))
+    def open(self, kernels: Sequence[TableKernel], noise: StepNoise) -> MechanismState:
+        """Begin a run on these kernels, which hold this rank's part of all tables."""
+        return MechanismState(self, [self.open_table(kernel, noise) for kernel in kernels], noise)
+
+    def open_table(self, kernel: TableKernel, noise: StepNoise) -> TableState:
+        """The state of one kernel's tables. By default rows that take part get noise at once."""
+        return TableState(kernel, noise)
+
+    def choose_rows(self, batch: BatchReads) -> Sequence[RowChoice] | None:
+        """The rows that take part in a step, for every read; None means every row read."""
+        return None

@@ -1,32 +1,32 @@
-"""The private step, on a page.
+"""The private step, on a page: for every mechanism, everything that happens to a batch.
 
-Every rank holds the rows that it owns, and a local batch. It has run the forward pass: the tables'
+Every rank holds the rows that it owns, and a local batch. Before the calls below, the forward pass
+has run: at every lookup the mechanism's state was called before and after the read (state.py), the
 lookups ended in detached leaves, and every dense call was recorded. What remains is `clipped_sums`,
-once for every part of the batch that fits in memory, and one `release`. A dense weight's gradient
-is what its form makes of it, in norms, sums and noise alike (`dense.py`): by default, itself.
+once for every part of the batch that fits in memory, and one `release`. What is released of a dense
+weight is decided by its form, in norms, sums and noise alike (dense.py): by default the gradient
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from lightning_dpsparse.engine.clipping import Clipping
-from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.ghost import DenseCapture
 from lightning_dpsparse.engine.lookups import Lookup
-from lightning_dpsparse.engine.mechanism import BatchReads, Draw, Mechanism, RowChoice
+from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice, WholeBatch
 from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.precision import whole_products
 from lightning_dpsparse.engine.rounding import room_left
 from lightning_dpsparse.engine.rows import RowGradient, clipped_row_gradients
+from lightning_dpsparse.engine.state import MechanismState, StepNoise, TableKernel
 from lightning_dpsparse.engine.step_inputs import Ranks, Read, add_up, renumber, take
 from lightning_dpsparse.noise.grid import grid_of, round_to_
-from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 
 # B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
@@ -35,7 +35,7 @@ from lightning_dpsparse.noise.sources import NoiseSource
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step needs to know of the plan. Constant for a run."""
+    """What a step needs to know of the plan. It does not change during a run."""
 
     mechanism: Mechanism
     clipping: Clipping
@@ -44,19 +44,25 @@ class StepConfig:
     expected_batch: float
     noise: NoiseSource
     diagnose: bool = False
-    """Count what is clipped. Not private."""
+    """Whether to count the units that are clipped. These counts are not private."""
+
+    def open(self, kernels: Sequence[TableKernel]) -> MechanismState:
+        """The mechanism's state for a run on these kernels."""
+        return self.mechanism.open(kernels, StepNoise(self.noise, self.noise_stddev))
 
     @property
     def noise_stddev(self) -> float:
-        """Of the noise on the mean gradient: sigma C / (q N)."""
+        """Standard deviation of the noise on the mean gradient: sigma C / (q N)."""
         if self.noise_multiplier == 0:
             return 0.0  # also where nothing is clipped
         sigma = self.mechanism.gradient_noise(self.noise_multiplier)
         return sigma * self.clip_norm / self.expected_batch
 
     def bounds(self, numbers_B: Tensor) -> float | Tensor:
-        """What every unit's gradient is clipped to: C, less what rounding may add where the unit
-        touches so many numbers."""
+        """The norm that every unit's gradient is clipped to.
+
+        It is C, less what rounding may add where a unit touches `numbers_B` numbers.
+        """
         stddev = self.noise_stddev
         if stddev == 0:
             return self.clip_norm
@@ -66,16 +72,16 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Clipped sums over the expected batch, without noise. Secret."""
+    """Clipped sums over the expected batch, without noise. They are secret."""
 
     tables: list[list[RowGradient]]
-    """For every read, a gradient on the rows of each of its stacks of tables that take part."""
+    """For every read and each of its stacks of tables, the sums on the rows that take part."""
     dense: Tensor
     """All dense parameters end to end, each in its form; this rank's examples only."""
     units_clipped: Tensor | None = None
-    """Units that were clipped, and units in all; where the recipe asks for it."""
+    """Number of units that were clipped, and of all units, where the config asks for it."""
     word: float = 0.0
-    """What the ranks told each other, added up."""
+    """The sum of the words that all ranks sent along with their norms (`Ranks.word`)."""
 
     def __add__(self, other: Clipped) -> Clipped:
         """The sums of two parts of a batch."""
@@ -93,15 +99,18 @@ def clipped_sums(
     loss_n: Tensor,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: StepConfig,
+    config: StepConfig,
+    state: MechanismState,
     ranks: Ranks,
     step: int,
     first_of_unit_B: Tensor | None = None,
     out: Tensor | None = None,
+    whole_batch: WholeBatch | None = None,
 ) -> Clipped:
     """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the norm of b's unit.
 
     `first_of_unit_B` is the first example of every example's unit; None if units are examples.
+    `whole_batch` is the batch that these examples are a part of; None if they are all of it.
 
     Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
@@ -112,47 +121,51 @@ def clipped_sums(
     loss_n.sum().backward()
     dense.check_nothing_escaped()
     with whole_products():
-        return _clip_and_add(loss_n, reads, dense, recipe, ranks, step, first_of_unit_B, out)
+        return _clip_and_add(
+            loss_n, reads, dense, config, state, ranks, step, first_of_unit_B, out, whole_batch
+        )
 
 
 def _clip_and_add(
     loss_n: Tensor,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: StepConfig,
+    config: StepConfig,
+    state: MechanismState,
     ranks: Ranks,
     step: int,
     first_of_unit_B: Tensor | None,
     out: Tensor | None,
+    whole_batch: WholeBatch | None,
 ) -> Clipped:
     mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
     lookups = [read.lookup() for read in reads]
 
     # 2. The rows that take part. What an example does to others counts neither in norm nor in sum.
-    question = BatchReads(
+    batch = BatchReads(
         reads,
         lookups,
         first_of_unit_B,
         ranks,
-        recipe.noise,
-        recipe.noise_multiplier,
-        recipe.expected_batch,
+        config.noise,
+        config.noise_multiplier,
+        config.expected_batch,
         step,
         loss_n.device,
+        whole_batch,
     )
-    found = recipe.mechanism.choose_rows(question)
-    answers: Sequence[RowChoice | None] = [None] * len(lookups) if found is None else found
+    choices = state.choose_rows(batch)
 
     # 3. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
     #    see of every unit, and one all-reduce tells every rank every unit's norm. So do counts of
     #    the numbers that a unit touches.
-    group = _groups(reads, dense, recipe.clipping)
-    totals = loss_n.new_zeros(recipe.clipping.num_groups + 1, ranks.num_examples + 1)
+    group = _groups(reads, dense, config.clipping)
+    totals = loss_n.new_zeros(config.clipping.num_groups + 1, ranks.num_examples + 1)
     squares_KB, touched_B, word = totals[:-1, :-1], totals[-1, :-1], totals[-1, -1]
     word.fill_(ranks.word)
-    for read, lookup, answer in zip(reads, lookups, answers):
+    for read, lookup, choice in zip(reads, lookups, choices):
         leaders = renumber(first_of_unit_B, read.order_B)
-        kept = None if answer is None else answer.kept
+        kept = None if choice is None else choice.kept
         add_up(touched_B, lookup.bags.numbers_B, read.order_B)
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
@@ -175,9 +188,9 @@ def _clip_and_add(
         ]
     good_B = squares_KB.isfinite().all(0)
     all_good, heard = torch.stack([good_B.all().to(word.dtype), word]).tolist()  # one wait
-    factors_KB = recipe.clipping.factors(squares_KB, recipe.bounds(touched_B + dense.size))
-    counts = _count(squares_KB, factors_KB, first_of_unit_B) if recipe.diagnose else None
-    factors_KB.div_(recipe.expected_batch)
+    factors_KB = config.clipping.factors(squares_KB, config.bounds(touched_B + dense.size))
+    counts = _count(squares_KB, factors_KB, first_of_unit_B) if config.diagnose else None
+    factors_KB.div_(config.expected_batch)
     if not all_good:  # zero times infinity is not zero
         bad_B = ~good_B
         factors_KB.masked_fill_(bad_B, 0.0)
@@ -190,9 +203,9 @@ def _clip_and_add(
             lookup,
             take(factors_KB, read.order_B),
             [group[name] for name in read.table_names],
-            answer,
+            choice,
         )
-        for read, lookup, answer in zip(reads, lookups, answers)
+        for read, lookup, choice in zip(reads, lookups, choices)
     ]
     factors_Kn = [f_B[mine] for f_B in factors_KB]
     flat = dense.new_flat() if out is None else out
@@ -205,7 +218,7 @@ def release(
     clipped: Clipped,
     reads: Sequence[Read],
     dense: DenseCapture,
-    recipe: StepConfig,
+    state: MechanismState,
     ranks: Ranks,
     step: int,
 ) -> None:
@@ -215,42 +228,20 @@ def release(
 
     Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
     """
-    # Dense layers: added up over ranks, rounded, plus noise that every rank draws alike.
-    flat = clipped.dense
-    if flat.numel():
-        ranks.sum(flat)
-        if recipe.noise_stddev:
-            stream = Stream("gradient", "dense layers", step)
-            recipe.noise.add_(flat[None], stream, recipe.noise_stddev)
-    for parameter, released in dense.gradients(flat):
+    # 6. Dense layers: added up over ranks, then noise that every rank draws alike.
+    if clipped.dense.numel():
+        ranks.sum(clipped.dense)
+    state.add_dense_noise_(clipped.dense, step)
+    for parameter, released in dense.gradients(clipped.dense):
         parameter.grad = released
 
-    # Tables, where they live: the mechanism says which rows get noise.
-    for read, gradients in zip(reads, clipped.tables):
-        updates = []
-        for stack, gradient in zip(read.layout.stacks, gradients):
-            if recipe.noise_stddev:
-                round_to_(gradient.values_UD, grid_of(recipe.noise_stddev))
-            stream_table = read.layout.stream_table(stack.tables)
-            of_stack = StackNoise(
-                recipe.noise, stack, read.table_names, read.shard_offsets, stream_table
-            )
-            draw = _drawing(of_stack, recipe.noise_stddev, step, gradient.values_UD)
-            updates.append(recipe.mechanism.updates(gradient, stack.num_rows, draw))
-        for parts in zip_longest(*updates):
-            read.apply([part or g.empty() for part, g in zip(parts, gradients)])
-
-
-def _drawing(noise: StackNoise, stddev: float, step: int, like_UD: Tensor) -> Draw:
-    """How a mechanism draws this step's noise for rows of one stack."""
-
-    def draw(rows_U: Tensor, part: int) -> Tensor:
-        out_UD = like_UD.new_empty(rows_U.numel(), like_UD.shape[1])
-        if stddev == 0:
-            return out_UD.zero_()
-        return noise.fill_(out_UD, "gradient", step, rows_U, part=part, stddev=stddev)
-
-    return draw
+    # 7. Tables, where they live: the mechanism's state says which rows move, and with what noise.
+    for read, sums in zip(reads, clipped.tables):
+        if state.noise.stddev:
+            for gradient in sums:
+                round_to_(gradient.values_UD, grid_of(state.noise.stddev))
+        for update in read.state.updates(sums, step):
+            read.state.apply(update)
 
 
 def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> dict[str, int]:
@@ -259,18 +250,18 @@ def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> d
 
 
 def _sums_of_rows(
-    lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], answer: RowChoice | None
+    lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], choice: RowChoice | None
 ) -> list[RowGradient]:
     """Clipped sums on the rows that take part; on rows that nobody read they are zero."""
-    if answer is None:
+    if choice is None:
         return clipped_row_gradients(lookup, factors_KB, group_of_table)
-    sums = clipped_row_gradients(lookup, factors_KB, group_of_table, answer.kept)
-    others = lookup.layout.by_stack(answer.unread_rows_V)
-    return [gradient.with_rows(rows) for gradient, rows in zip(sums, others)]
+    sums = clipped_row_gradients(lookup, factors_KB, group_of_table, choice.kept)
+    unread = lookup.layout.by_stack(choice.unread_rows_V)
+    return [gradient.with_rows(rows) for gradient, rows in zip(sums, unread)]
 
 
 def _count(squares_KB: Tensor, factors_KB: Tensor, first_of_unit_B: Tensor | None) -> Tensor:
-    """Units that were clipped, and units whose gradient is not zero, to speak of."""
+    """How many units were clipped, and how many have a gradient at all."""
     is_unit_B = (squares_KB > torch.finfo(squares_KB.dtype).tiny).any(0)
     if first_of_unit_B is not None:
         is_unit_B &= first_of_unit_B == torch.arange(

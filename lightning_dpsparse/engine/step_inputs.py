@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_dpsparse.engine.lookups import Layout, Lookup
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
+from lightning_dpsparse.engine.state import TableState
 
 # B examples of all ranks, R rows
 
@@ -68,8 +68,8 @@ class Read(Protocol):
         ...
 
     @property
-    def selected_R(self) -> Tensor | None:
-        """Rows that may take part, sorted, with the kernel's tables numbered through; None: all."""
+    def state(self) -> TableState:
+        """What the mechanism keeps for the kernel's tables."""
         ...
 
     @property
@@ -78,11 +78,12 @@ class Read(Protocol):
         ...
 
     @property
+    def bags(self) -> Bags: ...
+    @property
     def layout(self) -> Layout: ...
 
-    def lookup(self) -> Lookup: ...
-    def apply(self, gradients: list[RowGradient]) -> None:
-        """Give the fused optimizer a gradient on rows of each stack, in one call."""
+    def lookup(self) -> Lookup:
+        """The read with the gradient that came back to it, after the backward pass."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from statistics import NormalDist
@@ -15,16 +15,12 @@ from torch import Tensor
 from lightning_dpsparse.accounting.events import split_noise
 from lightning_dpsparse.engine.contributions import contributions
 from lightning_dpsparse.engine.lookups import Bags
-from lightning_dpsparse.engine.mechanism import (
-    BatchReads,
-    Draw,
-    Mechanism,
-    RowChoice,
-    noise_on_rows,
-)
+from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
 from lightning_dpsparse.engine.rounding import fixed_price
-from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.engine.rows import found_in
+from lightning_dpsparse.engine.state import PublicRows, StepNoise, TableKernel, TableState
 from lightning_dpsparse.engine.step_inputs import Read, Table, add_up, renumber, short_name, take
+from lightning_dpsparse.mechanisms.selection.state import selected_rows
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.skipping import survivors
 from lightning_dpsparse.refused import Refused
@@ -105,8 +101,6 @@ class AdaFEST(Mechanism):
     """sigma1 / sigma2: noise on V over noise on gradients. The paper found 5 to 10 best."""
 
     is_private: ClassVar[bool] = True
-    releases_rows: ClassVar[bool] = True
-    chooses_by_batch: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
         "The adversary sees every model on the way, after each step and with it which rows moved, "
         "and knows all other data."
@@ -156,60 +150,65 @@ class AdaFEST(Mechanism):
             )
         return replace(self, threshold=threshold, false_positives=None, half_survival=None)
 
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        return noise_on_rows(clipped, draw)
+    def open_table(self, kernel: TableKernel, noise: StepNoise) -> TableState:
+        return PublicRows(kernel, noise)
 
-    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
-        """Which rows pass the threshold.
+    def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
+        """The rows that pass the threshold. That is decided by ids alone, of the whole batch."""
+        return batch.choose_by_ids(self._choose)
+
+    def _choose(self, batch: BatchReads) -> list[RowChoice]:
+        """The rows that pass the threshold.
 
         Guarantees: adding or removing one unit moves V, over all tables and ranks together, by at
         most C1 in norm. Every row gets a draw of its own, whether anybody read it or not.
         """
-        ranks, reads = question.ranks, question.reads
-        bags = [lookup.bags for lookup in question.lookups]
+        ranks, reads = batch.ranks, batch.reads
+        bags = [read.bags for read in reads]
         pairs = [
-            contributions(b, renumber(question.first_of_unit_B, read.order_B), _among(b, read))
+            contributions(b, renumber(batch.first_of_unit_B, read.order_B), _among(b, read))
             for b, read in zip(bags, reads)
         ]
         # One norm over all tables: every rank counts the rows it has, each row once.
-        count_B = torch.zeros(ranks.num_examples, device=question.device)
+        count_B = torch.zeros(ranks.num_examples, device=batch.device)
         for b, read, pair in zip(bags, reads, pairs):
             add_up(count_B, pair.square_norms(_first_columns(b, read)), read.order_B)
         ranks.sum(count_B)
-        bound, stddev = self.map_clip_norm, self.map_stddev(question.noise_multiplier)
+        bound, stddev = self.map_clip_norm, self.map_stddev(batch.noise_multiplier)
         if stddev:
-            bound *= 1.0 - fixed_price(stddev, question.expected_batch)
+            bound *= 1.0 - fixed_price(stddev, batch.expected_batch)
         weight_B = count_B.rsqrt_().mul_(bound).clamp_max_(1.0)
 
         return [
-            self._passing(b, read, pair.sums(take(weight_B, read.order_B)), question)
+            self._passing(b, read, pair.sums(take(weight_B, read.order_B)), batch)
             for b, read, pair in zip(bags, reads, pairs)
         ]
 
-    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, question: BatchReads) -> RowChoice:
+    def _passing(self, bags: Bags, read: Read, sums_U: Tensor, batch: BatchReads) -> RowChoice:
         """V >= tau, on rows that were read and on those that were not."""
         row_U, layout = bags.runs.row_U, bags.layout
-        stddev = self.map_stddev(question.noise_multiplier)
+        stddev = self.map_stddev(batch.noise_multiplier)
         keeps, others = [], []
-        for span in self._spans(bags, read, is_by_row=question.noise.is_by_row):
+        for span in self._spans(bags, read, is_by_row=batch.noise.is_by_row):
             first, stop = layout.first_row[span.tables.start], layout.first_row[span.tables.stop]
-            here, selected_R = slice(None), read.selected_R
+            here, selected_R = slice(None), selected_rows(read)
             if len(span.tables) < len(layout.widths):
                 here = slice(*torch.searchsorted(row_U, row_U.new_tensor([first, stop])).tolist())
                 selected_R = _between(selected_R, first, stop)
-            passes = _all_coins if question.noise.is_by_row else _few_coins
+            passes = _all_coins if batch.noise.is_by_row else _few_coins
             rows = _Rows(
                 row_U[here] - first if first else row_U[here],
                 sums_U[here],
                 stop - first,
                 None if selected_R is None else selected_R - first,
             )
-            keep, found = passes(rows, span, stddev, question)
+            keep, found = passes(rows, span, stddev, batch)
             keeps.append(keep)
             others.append(found + first if first else found)
         keep_U = torch.cat(keeps) if len(keeps) > 1 else keeps[0]
-        if read.selected_R is not None:
-            keep_U &= found_in(read.selected_R, row_U)
+        is_among_U = _among(bags, read)
+        if is_among_U is not None:
+            keep_U &= is_among_U
         unread_rows_V = torch.cat(others) if len(others) > 1 else others[0]
         return RowChoice(bags.runs.only(keep_U), unread_rows_V)
 
@@ -272,11 +271,9 @@ class _Rows:
     selected_R: Tensor | None
 
 
-def _few_coins(
-    rows: _Rows, span: _Span, stddev: float, question: BatchReads
-) -> tuple[Tensor, Tensor]:
+def _few_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tuple[Tensor, Tensor]:
     """A draw for every row that was read; skips from survivor to survivor among the others."""
-    noise, step = question.noise, question.step
+    noise, step = batch.noise, batch.step
     noisy_U = rows.sums_U
     if stddev:
         drawn_U1 = noisy_U.new_empty(noisy_U.numel(), 1)
@@ -285,7 +282,7 @@ def _few_coins(
     keep_U = noisy_U >= span.threshold
 
     def uniform(count: int, part: int) -> Tensor:
-        return noise.uniform(count, span.stream("survivors", step, part), question.device)
+        return noise.uniform(count, span.stream("survivors", step, part), batch.device)
 
     # Coins are tossed for all rows, and those of rows that had a draw of their own are dropped.
     selected_R = rows.selected_R
@@ -296,12 +293,10 @@ def _few_coins(
     return keep_U, rows_V[~has_own_V] if bool(has_own_V.any()) else rows_V
 
 
-def _all_coins(
-    rows: _Rows, span: _Span, stddev: float, question: BatchReads
-) -> tuple[Tensor, Tensor]:
+def _all_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tuple[Tensor, Tensor]:
     """A draw for every row, for sources whose draws belong to rows. As slow as it sounds."""
     noisy_R = rows.sums_U.new_zeros(rows.num_rows, 1)
-    question.noise.fill_(noisy_R, span.stream("map", question.step), stddev)
+    batch.noise.fill_(noisy_R, span.stream("map", batch.step), stddev)
     noisy_R[rows.row_U, 0] += rows.sums_U
     passes_R = (noisy_R >= span.threshold).squeeze(1)
     keep_U = passes_R[rows.row_U]
@@ -311,7 +306,9 @@ def _all_coins(
 
 
 def _among(bags: Bags, read: Read) -> Tensor | None:
-    return None if read.selected_R is None else found_in(read.selected_R, bags.runs.row_U)
+    """Which of the rows that were read may take part; None means all of them."""
+    selected_R = selected_rows(read)
+    return None if selected_R is None else found_in(selected_R, bags.runs.row_U)
 
 
 def _first_columns(bags: Bags, read: Read) -> Tensor | None:

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism
+from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.state import Draw, StepNoise, TableKernel, TableState
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,32 @@ class DPSGD(Mechanism):
     """Rows that are updated at a time: noise never takes more memory than this many."""
 
     is_private: ClassVar[bool] = True
-    reaches_all_rows: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
         "The adversary sees every model on the way, after each step, and knows all other data."
     )
 
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        bounds = range(0, num_rows, self.chunk_rows)
+    def check_optimizer(self, kind: str, weight_decay: float) -> None:
+        """Any optimizer will do: every row takes part in every step."""
+
+    def open_table(self, kernel: TableKernel, noise: StepNoise) -> TableState:
+        return NoiseOnAllRows(kernel, noise, self.chunk_rows)
+
+
+class NoiseOnAllRows(TableState):
+    """Every row of every table gets noise in every step, chunk by chunk."""
+
+    def __init__(self, kernel: TableKernel, noise: StepNoise, chunk_rows: int) -> None:
+        super().__init__(kernel, noise)
+        self._chunk_rows = chunk_rows
+
+    def with_noise(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
+        bounds = range(0, num_rows, self._chunk_rows)
         starts = torch.tensor([*bounds, num_rows], device=clipped.rows_U.device)
         cuts = torch.searchsorted(clipped.rows_U, starts).tolist()
         for part, start in enumerate(bounds):
-            stop = min(start + self.chunk_rows, num_rows)
-            rows = torch.arange(start, stop, device=clipped.rows_U.device)
-            values = draw(rows, part)
+            stop = min(start + self._chunk_rows, num_rows)
+            rows_U = torch.arange(start, stop, device=clipped.rows_U.device)
+            values_UD = draw(rows_U, part)
             here = slice(cuts[part], cuts[part + 1])
-            values.index_add_(0, clipped.rows_U[here] - start, clipped.values_UD[here])
-            yield RowGradient(rows, values, first_row=start)
+            values_UD.index_add_(0, clipped.rows_U[here] - start, clipped.values_UD[here])
+            yield RowGradient(rows_U, values_UD, first_row=start)

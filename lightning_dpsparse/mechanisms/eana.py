@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_dpsparse.accounting.events import DpEvent, not_private
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.mechanism import Mechanism
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,3 @@ class EANA(Mechanism):
 
     def event(self, noise_multiplier: float) -> DpEvent:
         return not_private()
-
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        return noise_on_rows(clipped, draw)

@@ -7,7 +7,7 @@ Zhang, Mironov and Hejazinia 2021, Wide Network Learning with Differential Priva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,15 +23,9 @@ from lightning_dpsparse.accounting.events import (
 )
 from lightning_dpsparse.engine.contributions import pair_norms
 from lightning_dpsparse.engine.lookups import Lookup
-from lightning_dpsparse.engine.mechanism import (
-    BatchReads,
-    Draw,
-    Mechanism,
-    RowChoice,
-    noise_on_rows,
-)
-from lightning_dpsparse.engine.rows import RowGradient
-from lightning_dpsparse.engine.step_inputs import Read, renumber
+from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
+from lightning_dpsparse.engine.state import PublicRows, StepNoise, TableKernel, TableState
+from lightning_dpsparse.engine.step_inputs import Read, renumber, short_name
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.refused import Refused
 
@@ -59,9 +53,6 @@ class ExponentialSelection(Mechanism):
     """Delta: the most that a unit may add to a row's score."""
 
     is_private: ClassVar[bool] = True
-    releases_rows: ClassVar[bool] = True
-    chooses_by_batch: ClassVar[bool] = True
-    needs_whole_rows: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
         "The adversary sees every model on the way, after each step and with it which rows moved, "
         "and knows all other data."
@@ -87,18 +78,30 @@ class ExponentialSelection(Mechanism):
         noisy_sum = gaussian(self.gradient_noise(noise_multiplier))
         return composed([(choice, self.num_rows), (noisy_sum, 1)])
 
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        return noise_on_rows(clipped, draw)
+    def open_table(self, kernel: TableKernel, noise: StepNoise) -> TableState:
+        if not kernel.has_whole_rows:
+            names = ", ".join(repr(short_name(name)) for name in kernel.table_names)
+            raise Refused(
+                f"Expected all columns of a row on one rank with {type(self).__name__}, found a "
+                f"table cut by columns among {names}. Place it table-wise or row-wise."
+            )
+        return PublicRows(kernel, noise)
 
-    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
+    def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
         """The k rows with the largest noisy scores, over all tables and ranks."""
+        if batch.whole_batch is not None:
+            raise Refused(
+                "Expected the whole batch in one part, found more: "
+                f"{type(self).__name__} chooses rows by all its gradients. Leave "
+                "max_physical_batch out, or draw fewer examples."
+            )
         drawn = [
-            self._noisy_scores(read, lookup, question)
-            for read, lookup in zip(question.reads, question.lookups)
+            self._noisy_scores(read, lookup, batch)
+            for read, lookup in zip(batch.reads, batch.lookups)
         ]
-        nothing = torch.empty(0, dtype=torch.float64, device=question.device)
+        nothing = torch.empty(0, dtype=torch.float64, device=batch.device)
         mine = torch.cat([nothing, *(score for d in drawn for score in (d.score_U, d.score_V))])
-        ranks, k = question.ranks, self.num_rows
+        ranks, k = batch.ranks, self.num_rows
         best_WK = mine.new_full((ranks.world_size, k), 0.0)
         best = mine.topk(min(k, mine.numel())).values
         best_WK[ranks.rank] = -torch.inf
@@ -110,13 +113,13 @@ class ExponentialSelection(Mechanism):
                 lookup.bags.runs.only(d.score_U >= least),
                 d.row_V[d.score_V >= least].sort().values,
             )
-            for lookup, d in zip(question.lookups, drawn)
+            for lookup, d in zip(batch.lookups, drawn)
         ]
 
-    def _noisy_scores(self, read: Read, lookup: Lookup, question: BatchReads) -> _Scores:
+    def _noisy_scores(self, read: Read, lookup: Lookup, batch: BatchReads) -> _Scores:
         """Of the rows that were read, and of the k that come out largest among all others."""
         row_U, layout = lookup.bags.runs.row_U, lookup.layout
-        pairs = pair_norms(lookup, renumber(question.first_of_unit_B, read.order_B))
+        pairs = pair_norms(lookup, renumber(batch.first_of_unit_B, read.order_B))
         bounded_P = pairs.norm_P.nan_to_num_(self.score_clip).clamp_max_(self.score_clip).double()
         score_U = bounded_P.new_zeros(row_U.numel()).index_add_(0, pairs.position_P, bounded_P)
 
@@ -124,13 +127,13 @@ class ExponentialSelection(Mechanism):
 
         def uniform(count: int, what: str, part: int = 0) -> Tensor:
             stream = Stream(
-                what, read.table_names[name], question.step, read.shard_offsets[name], part
+                what, read.table_names[name], batch.step, read.shard_offsets[name], part
             )
-            return question.noise.uniform(count, stream, row_U.device)
+            return batch.noise.uniform(count, stream, row_U.device)
 
         scale = 0.0
-        if question.noise_multiplier:
-            scale = self.score_clip / self.epsilon_per_row(question.noise_multiplier)
+        if batch.noise_multiplier:
+            scale = self.score_clip / self.epsilon_per_row(batch.noise_multiplier)
         score_U -= scale * (-uniform(row_U.numel(), "scores").log()).log_()
         # Rows that nobody read score zero, and have all the same noise: its largest values have a
         # closed form, and fall on rows at random.

@@ -5,21 +5,17 @@ Ghazi et al. 2023 (arXiv:2311.08357), sections 3.1 and 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dpsparse.engine.mechanism import (
-    BatchReads,
-    Draw,
-    Mechanism,
-    RowChoice,
-    noise_on_rows,
-)
-from lightning_dpsparse.engine.rows import RowGradient, found_in
+from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
+from lightning_dpsparse.engine.rows import found_in
+from lightning_dpsparse.engine.state import StepNoise, TableKernel
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.adafest import AdaFEST
 from lightning_dpsparse.mechanisms.selection import Selection
+from lightning_dpsparse.mechanisms.selection.state import SelectionState, selected_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +29,24 @@ class FEST(Mechanism):
     """Which rows."""
 
     is_private: ClassVar[bool] = True
-    releases_rows: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
         "The adversary sees the selected rows and every model on the way, after each step, and "
         "knows all other data."
     )
 
-    def choose_rows(self, question: BatchReads) -> list[RowChoice]:
+    def open(self, kernels: Sequence[TableKernel], noise: StepNoise) -> SelectionState:
+        return SelectionState(self, kernels, noise)
+
+    def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
         """All selected rows, whoever reads them."""
-        answers = []
-        for read, lookup in zip(question.reads, question.lookups):
-            row_U, selected_R = lookup.bags.runs.row_U, read.selected_R
+        choices = []
+        for read in batch.reads:
+            row_U, selected_R = read.bags.runs.row_U, selected_rows(read)
             assert selected_R is not None
             unread_rows_V = selected_R[~found_in(row_U, selected_R)]
-            kept = lookup.bags.runs.only(found_in(selected_R, row_U))
-            answers.append(RowChoice(kept, unread_rows_V))
-        return answers
-
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        return noise_on_rows(clipped, draw)
+            kept = read.bags.runs.only(found_in(selected_R, row_U))
+            choices.append(RowChoice(kept, unread_rows_V))
+        return choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +60,9 @@ class AdaFESTPlus(AdaFEST):
         "The adversary sees the selected rows and every model on the way, after each step and with "
         "it which rows moved, and knows all other data."
     )
+
+    def open(self, kernels: Sequence[TableKernel], noise: StepNoise) -> SelectionState:
+        return SelectionState(self, kernels, noise)
 
     def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
         return self.selection.num_rows(tables)

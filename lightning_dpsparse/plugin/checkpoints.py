@@ -19,9 +19,9 @@ from lightning_dpsparse.plugin import lineage, refusals
 from lightning_dpsparse.plugin.datasets import digest
 from lightning_dpsparse.plugin.lineage import History
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
-from lightning_dpsparse.plugin.selecting import set_selected_rows
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
+from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 
 class ShardedCheckpoints(DDPStrategy):
@@ -91,7 +91,7 @@ class ShardedCheckpoints(DDPStrategy):
 
     def _pay_all(self) -> None:
         if self._run is not None and self._run.stepper is not None:
-            self._run.stepper.pay_all(self._payment_bar if self.is_global_zero else None)
+            self._run.stepper.before_release(self._payment_bar if self.is_global_zero else None)
 
     @staticmethod
     def _payment_bar(work: Sequence[Any]) -> Iterable[Any]:
@@ -142,7 +142,7 @@ class ShardedCheckpoints(DDPStrategy):
         else:
             selected = (self._carried or {}).get("selection") or {}
             # Other ids may be read from one row.
-            set_selected_rows(self.module, selected.get("rows"), selected.get("row_for_others"))
+            share_a_row(self.module, selected.get("rows"), selected.get("row_for_others"))
         if self._run is not None:
             self._run.restore(checkpoint)
         return checkpoint

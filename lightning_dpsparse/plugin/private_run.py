@@ -26,11 +26,12 @@ from lightning_dpsparse.plugin.lineage import History, keep_history
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter
 from lightning_dpsparse.plugin.private_data import RankContext, SampledData, noted, private_loader
-from lightning_dpsparse.plugin.selecting import RowSelector, set_selected_rows
+from lightning_dpsparse.plugin.selecting import RowSelector
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
+from lightning_dpsparse.sharded.features import public_tables
 from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
-from lightning_dpsparse.sharded.selected import public_tables
+from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 CHECKPOINT_KEY = "lightning_dpsparse"
 _SPENT = "_lightning_dpsparse_spent"  # ledger and journal of a module that was trained before
@@ -184,6 +185,8 @@ class PrivateRun:
             diagnose=self._diagnose,
             probe=perimeter.probe if perimeter.probes else None,
         )
+        if self._selector is not None:
+            self._selector.open(self.stepper.state)
         perimeter.open(self.stepper)
         self._perimeter, self._rounding_price = perimeter, self.stepper.rounding_price
         if self._is_watched:
@@ -196,7 +199,7 @@ class PrivateRun:
         """Rows that were selected before stay so; a selection that is overdue is charged."""
         selection = selection_of(self.plan.mechanism)
         if selection is None:
-            set_selected_rows(module, None, None)
+            share_a_row(module, None, None)
             return
         examples = self.plan.unit.max_examples if isinstance(self.plan.unit, Users) else 1
         source = self.plan.make_source(self._key)
@@ -230,7 +233,7 @@ class PrivateRun:
         run = self.budget.run
         phase = run.phase(step) if run.is_release_renewed else None
         strategy = self._trainer.strategy
-        self._selector.select_by_data(
+        self._selector.select_from(
             self._shape,
             phase,
             strategy.root_device,

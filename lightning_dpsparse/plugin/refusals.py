@@ -104,15 +104,11 @@ def check_private_module(module: LightningModule) -> None:
 
 def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
     """A copy of the weights at every step would hold rows that owe noise, for good."""
-    if mechanism is None or not mechanism.defers:
+    if mechanism is None:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise Refused(
-                f"Expected no weight averaging with {type(mechanism).__name__}, found "
-                f"{type(callback).__name__}: it would average rows that still owe noise. Average "
-                "checkpoints instead, or use DPSGD."
-            )
+            mechanism.check_weight_copies(type(callback).__name__)
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:

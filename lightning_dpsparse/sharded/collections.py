@@ -15,6 +15,8 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_dpsparse.sharded.upstream import configs_of
+
 PLAIN = (EmbeddingBagCollection, EmbeddingCollection)
 SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _SEQUENCES = (EmbeddingCollection, ShardedEmbeddingCollection)
@@ -36,12 +38,7 @@ def is_pooled(collection: nn.Module) -> bool:
 
 def table_configs(collection: Any) -> list[BaseEmbeddingConfig]:
     """The tables of a collection, sharded or not."""
-    found: list[BaseEmbeddingConfig] = (
-        collection._embedding_bag_configs
-        if is_pooled(collection)
-        else collection._embedding_configs
-    )
-    return found
+    return configs_of(collection, is_pooled=is_pooled(collection))
 
 
 def weight_of(collection: Any, table: str) -> Any:

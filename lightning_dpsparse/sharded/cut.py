@@ -1,12 +1,14 @@
 """The cut: where a sharded lookup ends and the rest of the model begins.
 
-In private training each FBGEMM kernel's output is replaced by a detached leaf. The backward pass
-stops there and leaves the gradient on the rank that owns the rows, for the examples of all ranks.
+In private training each kernel's output is replaced by a detached leaf. The backward pass stops
+there and leaves the gradient on the rank that owns the rows, for the examples of all ranks. Before
+and after every read the mechanism's state is called (engine/state.py): that is where deferred noise
+is paid, for instance. Nothing else happens here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,129 +20,99 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_dpsparse.engine.lookups import Bags
-from lightning_dpsparse.mechanisms.lazydp import LazyDP
-from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.engine.state import Reading, TableState, finish
 from lightning_dpsparse.refused import Refused
-from lightning_dpsparse.sharded.collections import table_configs, weight_path
-from lightning_dpsparse.sharded.debts import KernelDebts, pay_all
-from lightning_dpsparse.sharded.kernel_read import (
-    KernelRead,
-    TablePiece,
-    kernel_layout,
-    shard_offset_of,
-)
-from lightning_dpsparse.sharded.selected import OneRowForOthers, rows_of_kernel
-from lightning_dpsparse.sharded.update import set_steps, version_of
+from lightning_dpsparse.sharded import upstream
+from lightning_dpsparse.sharded.collections import is_pooled, table_configs, weight_path
+from lightning_dpsparse.sharded.kernel import Kernel
+from lightning_dpsparse.sharded.kernel_read import KernelRead
+from lightning_dpsparse.sharded.upstream import TablePiece
 
 # P examples of one rank after padding, W ranks, B = W * P examples of all
 
 
 class PrivateLookup(nn.Module):
-    """What makes of TorchRec's sharded collection one that private training can open.
+    """A sharded collection of TorchRec's whose lookups can be cut.
 
     It also leaves out TorchRec's own initial values: those are drawn from the rank's generator
     (equal halves on equal seeds), by initialisers that get a flat view. `initialise_shards` does it
     instead.
     """
 
-    _lookups: list[Any]
-    _input_dists: list[Any]
-    _env: Any
-    _module_fqn: str
     _is_weighted = False
 
     def reset_parameters(self) -> None:
-        """Nothing: see above."""
+        """Do nothing: see above."""
 
     def _first_examples(self, output: Any, size: int) -> Any:
-        """What the collection gave for the first examples: the others are padding."""
+        """The collection's output for the first examples: the others are padding."""
         raise NotImplementedError
 
     def _sum_of(self, output: Any) -> Tensor:
-        """Everything that the collection gave, added up."""
+        """The sum of everything in the collection's output."""
         raise NotImplementedError
 
     def _create_lookups(self) -> None:
         super()._create_lookups()  # type: ignore[misc]
-        self.is_cut = False
+        self.reading = Reading.OUTSIDE
+        """Why rows are read now. Inside a private step lookups are cut, where gradients are on."""
         self.is_guarded = False
         """Whether reads outside a private step have no gradient: it would update the rows."""
-        self.is_whole = True
-        """Whether the step's only part is being read."""
         self.reads: list[KernelRead] = []
         self.padded_size = 0
-        """Examples of every rank in a private read, the largest's; zero if there was none. A rank
-        without tables has one too."""
+        """Examples of every rank in a private read, those of the largest; zero if there was no
+        read. A rank without tables has one too."""
         self.local_size = 0
         """Examples of this rank in it."""
-        self.debts: dict[Any, KernelDebts] = {}
-        """What rows of each kernel owe, where noise is deferred."""
-        self._steps_before = [0] * len(self._lookups)
-        self._counted: dict[Any, int] = {}
-        """Steps that each kernel had counted before the read that is under way."""
-        self._bags: dict[Any, Bags] = {}
-        self._selected: dict[Any, Tensor] = {}
-        self._map_ids: OneRowForOthers | None = None
-        for index, lookup in enumerate(self._lookups):
-            for kernel in lookup._emb_modules:
-                kernel.register_forward_pre_hook(self._before(kernel))
-                kernel.register_forward_hook(self._seam(index, kernel))
-        self.register_state_dict_pre_hook(lambda *_: pay_all(list(self.debts.values())))
+        self.states: dict[Kernel, TableState] = {}
+        """What the mechanism keeps for each kernel, from its first run on."""
+        self.path = upstream.path_of(self)
+        """Where the collection lies in its module."""
+        upstream.check_collection(self, is_pooled=is_pooled(self))
+        self.kernels = [
+            [Kernel(module, self._pieces(module)) for module in modules]
+            for modules in upstream.kernel_modules(self)
+        ]
+        """The kernels of each lookup on this rank."""
+        for index, kernels in enumerate(self.kernels):
+            for kernel in kernels:
+                _Cut(self, index, kernel)
+        self.register_state_dict_pre_hook(lambda *_: self.before_release())
 
-    def select_rows(self, rows: Mapping[str, Tensor] | None, row_for_others: int | None) -> None:
-        """From now on only these rows of each table (by the path of its weight) are updated.
-
-        With `row_for_others` all other ids read that row of their table, in training and after.
-        """
-        self._selected.clear()
-        self._map_ids = None
-        if rows is None:
-            return
-        for kernel, pieces in self._kernels():
-            self._selected[kernel] = rows_of_kernel(
-                rows,
-                kernel_layout(kernel),
-                [piece.name for piece in pieces],
-                [piece.shard_offset for piece in pieces],
-                kernel.emb_module.current_device,
+    def _pieces(self, module: Any) -> list[TablePiece]:
+        return [
+            TablePiece(
+                table.name,
+                weight_path(self.path, self, table.name),
+                upstream.shard_offset_of(table),
+                upstream.has_all_columns(table),
             )
-        if row_for_others is not None:
-            configs = table_configs(self)
-            names = [weight_path(self._module_fqn, self, c.name) for c in configs]
-            self._map_ids = OneRowForOthers(configs, [rows[n] for n in names], row_for_others)
+            for table in upstream.tables_of(module)
+        ]
 
-    def check_whole_rows(self, mechanism: str) -> None:
-        for _, pieces in self._kernels():
-            for piece in pieces:
-                if not piece.has_all_columns:
-                    raise Refused(
-                        f"Expected all columns of a row on one rank with {mechanism}, found "
-                        f"{piece.name!r} cut by columns. Place it table-wise or row-wise."
-                    )
-
-    def defer_noise(self, mechanism: LazyDP, noise: NoiseSource, noise_stddev: float) -> None:
-        """From now on rows owe noise, of this standard deviation on each step's gradient."""
-        for kernel, pieces in self._kernels():
-            self.debts[kernel] = KernelDebts(
-                kernel,
-                kernel_layout(kernel),
-                [piece.name for piece in pieces],
-                [piece.shard_offset for piece in pieces],
-                mechanism,
-                noise,
-                noise_stddev,
-            )
+    def all_kernels(self) -> Iterator[Kernel]:
+        return chain.from_iterable(self.kernels)
 
     @property
-    def _is_private_read(self) -> bool:
-        return self.is_cut and torch.is_grad_enabled()
+    def is_cut(self) -> bool:
+        return self.reading.is_private
+
+    @property
+    def reading_now(self) -> Reading:
+        """Why rows are read now: a read without gradients leads to no update."""
+        is_cut = torch.is_grad_enabled() or self.reading is Reading.IDS
+        return self.reading if is_cut else Reading.OUTSIDE
+
+    def before_release(self) -> None:
+        """The tables are about to be seen."""
+        finish(list(self.states.values()))
 
     def forget_read(self) -> None:
         self.reads.clear()
         self.padded_size = self.local_size = 0
 
     def read_empty_batch(self, num_examples: int, device: torch.device) -> Tensor:
-        """A read of empty bags, for a step whose forward pass had no need of these tables.
+        """Read empty bags, for a step whose forward pass had no need of these tables.
 
         Their noise must come all the same. Returns zero, with the read behind it: a rank that has
         read them for others waits for all in the backward pass.
@@ -156,21 +128,12 @@ class PrivateLookup(nn.Module):
         )
         return self._sum_of(self(empty)) * 0.0
 
-    def versions(self) -> list[int]:
-        """How often each kernel's weights were written to, payments aside."""
-        return [
-            version_of(kernel.emb_module)
-            - (self.debts[kernel].own_writes if kernel in self.debts else 0)
-            for lookup in self._lookups
-            for kernel in lookup._emb_modules
-        ]
-
     def start_step(self) -> None:
         """Before the first forward pass of a private step."""
-        self._steps_before = [
-            max((int(k.emb_module.iter_cpu.item()) for k in lookup._emb_modules), default=0)
-            for lookup in self._lookups
-        ]
+        for kernels in self.kernels:
+            steps = max((kernel.steps for kernel in kernels), default=0)
+            for kernel in kernels:
+                kernel.steps_before = steps
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """As TorchRec's; cut and in training, every rank's batch is padded to the largest one.
@@ -178,9 +141,7 @@ class PrivateLookup(nn.Module):
         Gloo cannot gather pieces of unequal size in row-wise tables' backward pass. Padding
         examples have empty bags, and their rows are cut off again.
         """
-        if self._map_ids is not None:
-            features = self._map_ids(features)
-        if not self._is_private_read:
+        if self.reading_now is Reading.OUTSIDE:
             return super().forward(features)
         size = self.local_size = features.stride()
         self.padded_size = _largest(size, features.device())
@@ -194,108 +155,81 @@ class PrivateLookup(nn.Module):
         with torch._C.DisableTorchFunction():
             return super().forward(features)
 
-    def _before(self, kernel: Any) -> Any:
-        """Look at the ids before they are read: their rows may owe noise."""
-        layout = kernel_layout(kernel)
 
-        def hook(module: nn.Module, args: tuple[KeyedJaggedTensor]) -> None:
-            self._counted[kernel] = int(kernel.emb_module.iter_cpu.item())
-            debts = self.debts.get(kernel)
-            if debts is None and not self._is_private_read:
-                return
-            features = args[0]
-            weights_L = features.weights_or_none() if self._is_weighted else None
-            bags = Bags(layout, features.values().long(), features.offsets().long(), weights_L)
-            if debts is not None:
-                debts.pay_bills()  # of a step that was broken off, or of this one's first read
-                if not self._is_on_credit(debts):
-                    debts.pay_before_reading(bags, only_owing=not self._is_private_read)
-            if self._is_private_read:
-                self._bags[kernel] = bags
+class _Cut:
+    """Two hooks on one kernel, around every read."""
 
-        return hook
+    def __init__(self, collection: PrivateLookup, lookup: int, kernel: Kernel) -> None:
+        self._collection, self._lookup, self._kernel = collection, lookup, kernel
+        self._steps = 0
+        self._bags: Bags | None = None
+        kernel.module.register_forward_pre_hook(self._before_lookup)
+        kernel.module.register_forward_hook(self._after_lookup)
 
-    def _is_on_credit(self, debts: KernelDebts) -> bool:
-        return self._is_private_read and self.is_whole and debts.gives_credit
-
-    def _seam(self, index: int, kernel: Any) -> Any:
-        pieces = self._pieces(kernel)
-
-        def hook(
-            module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
-        ) -> Tensor | None:
-            self._correct_count(index, kernel)
-            if not self._is_private_read:
-                return output.detach() if self.is_guarded else None
-            if any(read.kernel is kernel for read in self.reads):
-                raise Refused(
-                    f"Expected the tables of {self._module_fqn!r} to be read once in a private "
-                    "step, found a second call: an example's norm would miss what the two share. "
-                    "Read all features in one call."
-                )
-            bags, debts = self._bags.pop(kernel), self.debts.get(kernel)
-            output = output.detach()
-            if debts is not None and self._is_on_credit(debts):
-                debts.read_on_credit(bags, output)
-            leaf = output.requires_grad_()
-            self.reads.append(
-                KernelRead(
-                    kernel=kernel,
-                    pieces=pieces,
-                    bags=bags,
-                    debts=debts,
-                    selected_R=self._selected.get(kernel),
-                    leaf=leaf,
-                    order_B=self._order(index, output.device),
-                    steps_before=self._steps_before[index],
-                )
-            )
-            return leaf
-
-        return hook
-
-    def _correct_count(self, index: int, kernel: Any) -> None:
-        """FBGEMM counts every read as a step of the optimizer: evaluation's, and a step's parts."""
-        tbe, before = kernel.emb_module, self._counted.pop(kernel)
-        if int(tbe.iter_cpu.item()) == before:  # an optimizer that does not count
+    def _before_lookup(self, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> None:
+        """The ids are known, and the rows are not read yet."""
+        collection, reading = self._collection, self._collection.reading_now
+        self._steps = self._kernel.steps
+        state = collection.states.get(self._kernel)
+        if state is None:
             return
-        if self._is_private_read:
-            set_steps(tbe, self._steps_before[index] + 1)
-        elif self.is_guarded or not (self.training and torch.is_grad_enabled()):
-            set_steps(tbe, before)
-
-    def _kernels(self) -> Iterator[tuple[Any, tuple[TablePiece, ...]]]:
-        """Every kernel of this rank, with the pieces of tables that it holds."""
-        for lookup in self._lookups:
-            for kernel in lookup._emb_modules:
-                yield kernel, self._pieces(kernel)
-
-    def _pieces(self, kernel: Any) -> tuple[TablePiece, ...]:
-        return tuple(
-            TablePiece(
-                weight_path(self._module_fqn, self, table.name),
-                shard_offset_of(table),
-                table.local_cols == table.embedding_dim,
-            )
-            for table in kernel.config.embedding_tables
+        features = args[0]
+        self._bags = Bags(
+            self._kernel.layout,
+            features.values().long(),
+            features.offsets().long(),
+            features.weights_or_none() if collection._is_weighted else None,
         )
+        state.before_read(self._bags, reading)
+        if reading is Reading.IDS:
+            nothing = self._bags.offsets.new_zeros(0, dtype=torch.float32)
+            order_B = self._order(nothing.device)
+            collection.reads.append(KernelRead(self._kernel, state, self._bags, nothing, order_B))
 
-    def _order(self, index: int, device: torch.device) -> Tensor | None:
-        """Which example each bag column holds. Two-level sharding interleaves the hosts' ranks."""
-        input_dist = self._input_dists[index]
-        stagger = getattr(getattr(input_dist, "_dist", None), "_stagger", 1)
-        if stagger == 1:
+    def _after_lookup(
+        self, module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
+    ) -> Tensor | None:
+        """The rows were read: cut here, in a private step."""
+        collection, kernel = self._collection, self._kernel
+        reading, bags, self._bags = collection.reading_now, self._bags, None
+        self._correct_count(reading)
+        if not reading.is_private:
+            return output.detach() if collection.is_guarded else None
+        if any(read.kernel is kernel for read in collection.reads):
+            raise Refused(
+                f"Expected the tables of {collection.path!r} to be read once in a private step, "
+                "found a second call: an example's norm would miss what the two share. Read all "
+                "features in one call."
+            )
+        assert bags is not None  # a mechanism is open in private steps
+        state, output = collection.states[kernel], output.detach()
+        state.after_read(bags, output, reading)
+        leaf = output.requires_grad_()
+        collection.reads.append(KernelRead(kernel, state, bags, leaf, self._order(output.device)))
+        return leaf
+
+    def _correct_count(self, reading: Reading) -> None:
+        """FBGEMM counts every read as a step of the optimizer: evaluation's, and a step's parts."""
+        kernel, collection = self._kernel, self._collection
+        if kernel.steps == self._steps:  # an optimizer that does not count
+            return
+        if reading.is_private:
+            kernel.set_steps(kernel.steps_before + 1)
+        elif collection.is_guarded or not (collection.training and torch.is_grad_enabled()):
+            kernel.set_steps(self._steps)
+
+    def _order(self, device: torch.device) -> Tensor | None:
+        """Which example each bag column holds; None if they follow one another."""
+        ranks = upstream.ranks_in_order(self._collection, self._lookup)
+        if ranks is None:
             return None
-        world = dist.get_world_size(self._env.process_group)
-        ranks = [x + world // stagger * y for x in range(world // stagger) for y in range(stagger)]
-        if ranks == list(range(world)):
-            return None
-        first = torch.tensor(ranks, device=device)[:, None] * self.padded_size
-        return (first + torch.arange(self.padded_size, device=device)).flatten()
+        size = self._collection.padded_size
+        first = torch.tensor(ranks, device=device)[:, None] * size
+        return (first + torch.arange(size, device=device)).flatten()
 
 
 class ShardedTables(PrivateLookup, ShardedEmbeddingBagCollection):
-    """Pooled tables, with a seam."""
+    """Pooled tables, whose lookups can be cut."""
 
     def _first_examples(self, output: KeyedTensor, size: int) -> KeyedTensor:
         return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:size])
@@ -305,7 +239,7 @@ class ShardedTables(PrivateLookup, ShardedEmbeddingBagCollection):
 
 
 class ShardedSequences(PrivateLookup, ShardedEmbeddingCollection):
-    """Tables whose rows come one by one, with a seam."""
+    """Tables whose rows come one by one, and whose lookups can be cut."""
 
     def _first_examples(
         self, output: dict[str, JaggedTensor], size: int
@@ -346,5 +280,5 @@ def _pad(features: KeyedJaggedTensor, size: int) -> KeyedJaggedTensor:
     )
 
 
-def all_reads(collections: list[PrivateLookup]) -> list[KernelRead]:
+def all_reads(collections: Sequence[PrivateLookup]) -> list[KernelRead]:
     return list(chain.from_iterable(collection.reads for collection in collections))

@@ -58,16 +58,16 @@ class FusedOptimizer:
                 "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on "
                 "CUDA only. Use rowwise_adagrad, adagrad or sgd."
             )
-        if mechanism is not None and mechanism.defers and self.kind != "sgd":
-            raise Refused(
-                f"Expected fused_optimizer kind 'sgd' with {type(mechanism).__name__}, found "
-                f"{self.kind!r}: its steps depend on past noise, so that noise cannot be put off. "
-                "Use sgd (schedules and weight decay are fine), or DPSGD with any optimizer."
-            )
         if self.weight_decay < 0:
             raise Refused(f"Expected weight_decay >= 0, found {self.weight_decay}.")
-        if self.weight_decay and self.kind == "sgd":
-            self._check_sgd_decay(mechanism)
+        if mechanism is not None:
+            mechanism.check_optimizer(self.kind, self.weight_decay)
+        elif self.weight_decay and self.kind == "sgd":
+            raise Refused(
+                f"Expected weight_decay=0 with sgd, found {self.weight_decay}: FBGEMM's sgd kernel "
+                "ignores it. Use rowwise_adagrad or adam on CUDA, or train privately."
+            )
+        if self.kind == "sgd":
             return
         if self.weight_decay and self.kind == "adagrad":
             raise Refused(
@@ -78,18 +78,6 @@ class FusedOptimizer:
             raise Refused(
                 f"Expected weight_decay=0 on CPU, found {self.weight_decay}: FBGEMM's CPU row-wise "
                 "Adagrad applies it only to tables that several features share. Set it to 0."
-            )
-
-    def _check_sgd_decay(self, mechanism: Mechanism | None) -> None:
-        if mechanism is None:
-            raise Refused(
-                f"Expected weight_decay=0 with sgd, found {self.weight_decay}: FBGEMM's sgd kernel "
-                "ignores it. Use rowwise_adagrad or adam on CUDA, or train privately."
-            )
-        if not mechanism.reaches_all_rows:
-            raise Refused(
-                f"Expected weight_decay=0 with {type(mechanism).__name__}, found "
-                f"{self.weight_decay}: only rows that were read would decay. Use DPSGD or LazyDP."
             )
 
     def fused_params(self) -> dict[str, Any]:
@@ -110,13 +98,13 @@ class FusedOptimizer:
 def check_kernels(module: nn.Module, optimizer: FusedOptimizer) -> None:
     """Tables that an earlier trainer sharded keep their optimizer: refuse to pretend otherwise."""
     for _, kernel in local_kernels(module):
-        found = kernel.emb_module.optimizer
+        found = kernel.optimizer
         if found != _FBGEMM_NAME[optimizer.kind]:
             raise Refused(
                 f"Expected tables with {optimizer.kind} fused in, found {found.name}: they were "
                 "sharded by an earlier trainer. Use its fused optimizer, or a new module."
             )
-        decay = float(kernel.emb_module.optimizer_args.weight_decay)
+        decay = kernel.weight_decay
         if decay != optimizer.weight_decay:
             raise Refused(
                 f"Expected tables with weight decay {optimizer.weight_decay} fused in, found "
@@ -144,12 +132,9 @@ def set_learning_rate(optimizer: CombinedOptimizer, learning_rate: float) -> Non
 
 def kernel_steps(module: nn.Module) -> int:
     """Updates that the kernels have counted: Adam's bias correction reads them."""
-    return max(
-        (int(kernel.emb_module.iter.item()) for _, kernel in local_kernels(module)), default=0
-    )
+    return max((kernel.steps_to_save for _, kernel in local_kernels(module)), default=0)
 
 
 def set_kernel_steps(module: nn.Module, steps: int) -> None:
     for _, kernel in local_kernels(module):
-        kernel.emb_module.set_optimizer_step(steps)
-        kernel.emb_module.iter_cpu.fill_(steps)  # what the kernel itself reads
+        kernel.restore_steps(steps)

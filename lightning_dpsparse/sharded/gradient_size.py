@@ -28,18 +28,20 @@ class GradientSize:
         self._forget()
 
     def _forget(self) -> None:
-        self._steps, self._numbers = 0, 0
+        self._steps, self._numbers, self._is_secret = 0, 0, False
         self._rows = [0] * len(self._place)
 
     def add(self, reads: Sequence[Read], updated: Sequence[Sequence[RowGradient]]) -> None:
         """One step on this rank."""
         self._steps += 1
         for read, gradients in zip(reads, updated):
-            for stack, gradient in zip(read.layout.stacks, gradients):
-                self._numbers += gradient.values_UD.numel()
-                for table, (start, stop) in zip(
-                    stack.tables, pairwise(stack.bounds(gradient.rows_U))
-                ):
+            public = read.state.public_rows(gradients)
+            if public is None:
+                self._is_secret = True
+                continue
+            for stack, rows_U in zip(read.layout.stacks, public):
+                self._numbers += rows_U.numel() * read.layout.widths[stack.tables.start]
+                for table, (start, stop) in zip(stack.tables, pairwise(stack.bounds(rows_U))):
                     if read.shard_offsets[table][1] == 0:  # other columns are no other row
                         self._rows[self._place[read.table_names[table]]] += stop - start
 
@@ -48,12 +50,14 @@ class GradientSize:
 
         DP-SGD updates every number of every table: the reduction is how many times fewer these are.
         """
-        totals = torch.tensor([*self._rows, self._numbers], dtype=torch.float64)
+        totals = torch.tensor([*self._rows, self._numbers, self._is_secret], dtype=torch.float64)
         totals = totals.to(self._device)
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
-        *rows, numbers = (totals / max(1, self._steps)).tolist()
+        *rows, numbers, is_secret = (totals / max(1, self._steps)).tolist()
         self._forget()
+        if is_secret:
+            return {}
         return {
             **{f"rows_updated/{short_name(name)}": rows[i] for name, i in self._place.items()},
             "rows_updated": sum(rows),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from lightning_dpsparse.engine.state import finish
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     plain_collections,
@@ -20,8 +21,8 @@ from lightning_dpsparse.sharded.collections import (
     weight_path,
 )
 from lightning_dpsparse.sharded.cut import PrivateLookup
-from lightning_dpsparse.sharded.debts import pay_all
 from lightning_dpsparse.sharded.shards import TableShard, local_shards
+from lightning_dpsparse.sharded.shared_rows import shares_a_row
 
 # B queries of this rank, P after padding, W ranks, Q = W * P queries of all ranks, D row width,
 # R rows of a block, k answers to a query, q queries that this rank answers: Q, or its own B
@@ -152,17 +153,17 @@ class ItemTable:
         collection = self._collection
         if collection is None:
             return
-        if collection._map_ids is not None:
+        if shares_a_row(collection):
             raise Refused(
                 f"Expected every id of table {self._table!r} to read a row of its own, found that "
                 "ids outside a selection share one, so that they cannot be told apart. Set "
                 "unselected to 'frozen'."
             )
-        pay_all(
+        finish(
             [
-                debts
-                for kernel, debts in collection.debts.items()
-                if any(table.name == self._table for table in kernel.config.embedding_tables)
+                state
+                for kernel, state in collection.states.items()
+                if any(piece.table == self._table for piece in kernel.pieces)
             ]
         )
 

@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers, padding_rows
 from lightning_dpsparse.engine.graph import graph_of
+from lightning_dpsparse.engine.mechanism import BatchReads, WholeBatch
 from lightning_dpsparse.engine.rounding import check_price, price
+from lightning_dpsparse.engine.state import MechanismState, Progress, Reading
 from lightning_dpsparse.engine.step import Clipped, Ranks, StepConfig, clipped_sums, release
-from lightning_dpsparse.mechanisms.lazydp import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.collections import sharded_collections
 from lightning_dpsparse.sharded.cut import PrivateLookup, all_reads
-from lightning_dpsparse.sharded.debts import KernelDebts, Progress, pay_all
 from lightning_dpsparse.sharded.dense_parameters import DenseParameters
 from lightning_dpsparse.sharded.gradient_size import GradientSize
 from lightning_dpsparse.sharded.kernel_read import KernelRead
 from lightning_dpsparse.sharded.observation import Observation
 from lightning_dpsparse.sharded.table_weights import watch_weights
+from lightning_dpsparse.sharded.whole_batch import Parts, list_ids
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class PrivateSteps:
         self.parameters = DenseParameters(module)
         self._padding = padding_rows(module)
         plan = run.plan
-        self._recipe = StepConfig(
+        self._config = StepConfig(
             plan.mechanism,
             plan.clipping,
             plan.clip_norm,
@@ -69,18 +70,12 @@ class PrivateSteps:
         self._take_up_parameters()
         check_price(self.rounding_price)
         self._undo: list[Callable[[], None]] = []
+        self.state = self._open()
         for collection in self._collections:
-            pay_all(list(collection.debts.values()))  # what a run that was interrupted left
-            collection.debts.clear()
-            if isinstance(plan.mechanism, LazyDP):
-                collection.defer_noise(
-                    plan.mechanism, self._recipe.noise, self._recipe.noise_stddev
-                )
-            if plan.mechanism.needs_whole_rows:
-                collection.check_whole_rows(type(plan.mechanism).__name__)
             collection.is_guarded = True
             self._undo.append(watch_weights(collection, partial(_before_read, collection)))
         self._sums: Clipped | None = None
+        self._whole_batch: WholeBatch | None = None
         self._counts: Tensor | None = None
         self._gradient_size: GradientSize | None = None
         self._step = 0
@@ -93,6 +88,17 @@ class PrivateSteps:
         self._known_paths: set[object] = set()
         self.is_probe_due = False
         """Whether the probe is to look at this step, whatever its path."""
+
+    def _open(self) -> MechanismState:
+        """The mechanism's state for this run, known to every collection."""
+        for collection in self._collections:
+            collection.before_release()  # what a run that was interrupted left
+            collection.states.clear()
+        kernels = [(c, kernel) for c in self._collections for kernel in c.all_kernels()]
+        state = self._config.open([kernel for _, kernel in kernels])
+        for (collection, kernel), table in zip(kernels, state.tables):
+            collection.states[kernel] = table
+        return state
 
     def _take_up_parameters(self) -> None:
         trainable = self.parameters.trainable
@@ -119,12 +125,12 @@ class PrivateSteps:
     @contextmanager
     def _cut(self, *, is_whole: bool) -> Iterator[None]:
         for collection in self._collections:
-            collection.is_cut, collection.is_whole = True, is_whole
+            collection.reading = Reading.WHOLE_BATCH if is_whole else Reading.PART
         try:
             yield
         finally:
             for collection in self._collections:
-                collection.is_cut = False
+                collection.reading = Reading.OUTSIDE
 
     def observe(self, forward: Callable[[], Tensor]) -> Observation:
         """One pass that is looked at and leads to nothing."""
@@ -137,13 +143,6 @@ class PrivateSteps:
 
     def add_part(self, loss_n: Tensor) -> None:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
-        mechanism = self._recipe.mechanism
-        if mechanism.chooses_by_batch:
-            raise Refused(
-                "Expected the whole batch in one part, found more: "
-                f"{type(mechanism).__name__} chooses rows by all of it. Leave max_physical_batch "
-                "out, or draw fewer examples."
-            )
         if self._unit_sizes is not None:
             raise Refused(
                 "Expected the whole batch in one part, found more: a user's examples must be "
@@ -165,36 +164,32 @@ class PrivateSteps:
         assert sums is not None
         if sums.word and self._probe is not None:
             self._probe()  # before anything is released
-        for debts in self._debts():
-            debts.owe_for(self._step, self._recipe.noise_stddev)
-        release(sums, reads, self._dense, self._recipe, ranks, self._step)
+        release(sums, reads, self._dense, self.state, ranks, self._step)
         for parameter, row in self._padding:
             if parameter.grad is not None:
                 parameter.grad[row] = 0.0  # noise would move it
         gradients = ((id(p), p.grad) for p in self._dense.parameters.values())
         self.released = {key: (g, g._version) for key, g in gradients if g is not None}
-        self._counts = self._count_rows(sums, reads) if self._recipe.diagnose else None
+        self._counts = self._count_rows(sums, reads) if self._config.diagnose else None
         if self._gradient_size is not None:
             self._gradient_size.add(reads, sums.tables)
         self._sums = None
         self._forget()
 
     def table_versions(self) -> list[list[int]]:
-        """How often the tables were written to from Python, payments aside."""
-        return [collection.versions() for collection in self._collections]
+        """How often each table was written to from Python, the mechanism's own writes aside."""
+        return [[k.writes_by_others for k in c.all_kernels()] for c in self._collections]
 
-    def pay_all(self, progress: Progress | None = None) -> None:
-        """Noise that was put off lands now. Local work: ranks need not wait for each other."""
-        pay_all(self._debts(), progress)
-
-    def _debts(self) -> list[KernelDebts]:
-        return [debts for collection in self._collections for debts in collection.debts.values()]
+    def before_release(self, progress: Progress | None = None) -> None:
+        """The tables are about to be seen. Local work: ranks need not wait for each other."""
+        self.state.before_release(progress)
 
     def start(
         self,
         step: int,
         unit_sizes: Sequence[int] | None = None,
         num_examples: int | None = None,
+        parts: Parts | None = None,
     ) -> bool:
         """Before the first part of a batch: whatever an interrupted step left is void.
 
@@ -202,6 +197,7 @@ class PrivateSteps:
         `unit_sizes` is how many examples each user has in this rank's batch, in order: a user is
         then clipped as one. Without it every example is. All ranks give it, or none.
         `num_examples` is how many were drawn for this rank, where that is known.
+        `parts` are the parts of the batch, if it has several.
 
         Returns whether other parameters than before are trainable.
         """
@@ -212,15 +208,19 @@ class PrivateSteps:
             )
         self._step, self._sums, self._unit_sizes = step, None, unit_sizes
         self._num_examples, self._seen, self._is_open = num_examples, 0, True
+        self._whole_batch = None if parts is None else WholeBatch(partial(self._list_ids, parts))
         has_changed = self.parameters.follow()
         if has_changed:
             self._take_up_parameters()
-        self._dense.set_forms(self._forms.at(step, self._recipe.noise))
+        self._dense.set_forms(self._forms.at(step, self._config.noise))
         if self._flat.numel() != self._dense.size:
             self._flat = self._dense.new_flat()
         for collection in self._collections:
             collection.start_step()
         return has_changed
+
+    def _list_ids(self, parts: Parts) -> BatchReads:
+        return list_ids(parts, self._collections, self._config, sum_over_ranks, self._step)
 
     def _count_rows(self, sums: Clipped, reads: Sequence[KernelRead]) -> Tensor:
         """Units clipped and in all, rows read and in all, over all ranks."""
@@ -228,7 +228,7 @@ class PrivateSteps:
         counts = sums.units_clipped.new_zeros(4)
         counts[2] = sum(g.rows_U.numel() for read in sums.tables for g in read)
         counts[3] = sum(stack.num_rows for read in reads for stack in read.layout.stacks)
-        _sum_over_ranks(counts)
+        sum_over_ranks(counts)
         counts[:2] = sums.units_clipped  # every rank has counted all
         return counts
 
@@ -240,18 +240,17 @@ class PrivateSteps:
         return {"units_clipped": clipped / max(1.0, units), "rows_read": read / max(1.0, rows)}
 
     def watch_gradient_size(self, module: nn.Module, device: torch.device) -> None:
-        """From now on, where it is no secret."""
-        if self._recipe.mechanism.releases_rows:
-            self._gradient_size = GradientSize(module, device)
+        """Start counting the rows that steps update, where the mechanism makes them public."""
+        self._gradient_size = GradientSize(module, device)
 
     def gradient_size(self) -> dict[str, float]:
-        """Of the mean step since the last call; empty where it is a secret. Asks all ranks."""
+        """Rows in the mean step since the last call, over all ranks; empty if they are secret."""
         return {} if self._gradient_size is None else self._gradient_size.take()
 
     @property
     def rounding_price(self) -> float:
         """The part of the clip norm that is kept for rounding, rows of tables aside."""
-        recipe = self._recipe
+        recipe = self._config
         if recipe.noise_stddev == 0:
             return 0.0
         sensitivity = recipe.clip_norm / recipe.expected_batch
@@ -260,7 +259,7 @@ class PrivateSteps:
     @property
     def noise_stddev(self) -> float:
         """Of the noise on each coordinate of the mean gradient."""
-        return self._recipe.noise_stddev
+        return self._config.noise_stddev
 
     def _clip(self, loss_n: Tensor) -> None:
         if not self._is_open:
@@ -281,11 +280,13 @@ class PrivateSteps:
             loss_n,
             all_reads(self._collections),
             self._dense,
-            self._recipe,
+            self._config,
+            self.state,
             ranks,
             self._step,
             first_of_unit_B,
             out,
+            self._whole_batch,
         )
         self._sums = part if self._sums is None else self._sums + part
 
@@ -338,7 +339,7 @@ class PrivateSteps:
             if collection.local_size != loss_n.numel():
                 raise Refused(
                     "Expected one loss for each of the examples that "
-                    f"{collection._module_fqn!r} read, in order, found another number of losses. "
+                    f"{collection.path!r} read, in order, found another number of losses. "
                     "Leave no example out: multiply the loss of one that should not count by zero."
                 )
 
@@ -348,7 +349,7 @@ class PrivateSteps:
         world, rank = dist.get_world_size(), dist.get_rank()
         wants_probe = self._probe is not None and (self._is_new or self.is_probe_due)
         return Ranks(
-            world * size, rank * size, _sum_over_ranks, rank, world, word=float(wants_probe)
+            world * size, rank * size, sum_over_ranks, rank, world, word=float(wants_probe)
         )
 
     def _leaders(self, loss_n: Tensor, ranks: Ranks) -> Tensor | None:
@@ -373,14 +374,14 @@ def _before_read(collection: PrivateLookup) -> None:
     """Somebody is about to read a table's weights as they are."""
     if collection.is_cut:
         raise Refused(
-            f"Expected training_step to read tables through {collection._module_fqn!r}, found that "
+            f"Expected training_step to read tables through {collection.path!r}, found that "
             "it reads a table's weight itself: what examples do to it would be neither clipped nor "
             "noised. Look rows up; for weight decay set it in FusedOptimizer."
         )
-    pay_all(list(collection.debts.values()))
+    collection.before_release()
 
 
-def _sum_over_ranks(tensor: Tensor) -> None:
+def sum_over_ranks(tensor: Tensor) -> None:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
 

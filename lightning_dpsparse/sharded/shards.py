@@ -22,6 +22,7 @@ from lightning_dpsparse.sharded.collections import (
     sharded_tables,
     weight_path,
 )
+from lightning_dpsparse.sharded.kernel import Kernel
 
 # Rows are initialised in blocks of this many, each block from a seed of its own, so that a table
 # starts the same however it is cut.
@@ -60,33 +61,31 @@ class TableShard:
         ]
 
 
-def local_kernels(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path of the collection, FBGEMM kernel) for every kernel on this rank."""
+def local_kernels(module: nn.Module) -> Iterator[tuple[str, Kernel]]:
+    """(path of the collection, kernel) for every kernel on this rank."""
     for path, collection in sharded_collections(module).items():
-        for lookup in collection._lookups:
-            for kernel in lookup._emb_modules:
-                yield path, kernel
+        for kernel in collection.all_kernels():
+            yield path, kernel
 
 
 def local_shards(module: nn.Module) -> Iterator[TableShard]:
     """Every non-empty piece of a table on this rank."""
     # The kernels' own table descriptions have lost them.
-    init_fns = {key: config.init_fn for key, config in sharded_tables(module)}
+    configs = dict(sharded_tables(module))
     collections = sharded_collections(module)
     for path, kernel in local_kernels(module):
-        tables = kernel.config.embedding_tables
-        for table, weight in zip(tables, kernel.split_embedding_weights()):
-            place = table.local_metadata
-            row, column = place.shard_offsets if place is not None else (0, 0)
-            key = weight_path(path, collections[path], table.name)
+        for piece, weight in zip(kernel.pieces, kernel.table_weights()):
+            row, column = piece.shard_offset
+            key = weight_path(path, collections[path], piece.table)
+            config = configs[key]
             if weight.numel():
                 yield TableShard(
                     key=key,
                     row_offset=row,
                     column_offset=column,
-                    table_shape=(table.num_embeddings, table.embedding_dim),
+                    table_shape=(config.num_embeddings, config.embedding_dim),
                     weight=weight,
-                    init_fn=init_fns[key],
+                    init_fn=config.init_fn,
                 )
 
 

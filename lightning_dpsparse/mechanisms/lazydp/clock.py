@@ -1,6 +1,7 @@
 """What becomes of a row while nobody reads it, in closed form.
 
-At every step, a row without a gradient goes through
+A row that waits for many steps need not go through them one by one. At every step, a row without a
+gradient goes through
 
     theta <- (1 - eta lambda) theta - eta n,    n ~ N(0, s^2)
 
@@ -29,12 +30,12 @@ _SMALLEST_LOG_DECAY = -200.0
 
 
 class Clock:
-    """The steps taken so far, numbered from one, as a sleeping row feels them."""
+    """The steps taken so far, numbered from one: what each of them does to a row that waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.now = 0
         self.last_step = 0
-        """The name of the latest step."""
+        """The name under which the latest step's noise is drawn."""
         # As of now: reading them back would wait for a GPU.
         self._log_decay, self._owed, self._owed_low = 0.0, 0.0, 0.0
         self._is_decaying = False
@@ -49,7 +50,7 @@ class Clock:
     def tick(
         self, step: int, noise_stddev: float, learning_rate: float, weight_decay: float = 0.0
     ) -> None:
-        """One step more. `step` is the name under which its noise is drawn."""
+        """Note one step more. `step` is the name under which its noise is drawn."""
         shrink = learning_rate * weight_decay
         if not shrink < 1:
             raise Refused(
@@ -77,13 +78,13 @@ class Clock:
             self._log_decay, self._owed, self._owed_low = 0.0, 0.0, 0.0
 
     def stddev(self, since_U: Tensor) -> Tensor:
-        """Of the noise that rows owe which have paid through step `since_U`."""
+        """Standard deviation of what rows owe that have paid through step `since_U`."""
         owed_U = self._owed - self._owed_T.index_select(0, since_U)
         owed_U += self._owed_low - self._owed_low_T.index_select(0, since_U)
         return owed_U.sqrt_().mul_(math.exp(self._log_decay))
 
     def decay(self, since_U: Tensor) -> Tensor | None:
-        """What is left of rows' weights by now; None is all."""
+        """The factor by which rows' weights have decayed since then; None means by nothing."""
         if not self._is_decaying:
             return None
         return (self._log_decay - self._log_decay_T.index_select(0, since_U)).exp_()

@@ -1,0 +1,164 @@
+"""LazyDP on the tables of one kernel: when rows owe noise, and when they pay it.
+
+A batch goes through `LazyTables` from top to bottom. Usually its rows are *read on credit*: what
+they owe is drawn and added to what was read, but not yet to the tables. The step's own update then
+writes both at once, which halves the writes. Until then the *bill* lies open, and any other read or
+payment pays it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.lookups import Bags
+from lightning_dpsparse.engine.rows import RowGradient, add_to_bags, add_to_rows
+from lightning_dpsparse.engine.state import Reading, StepNoise, TableKernel, TableState
+from lightning_dpsparse.mechanisms.lazydp.clock import Clock
+from lightning_dpsparse.mechanisms.lazydp.debts import Bill, Debts
+from lightning_dpsparse.mechanisms.lazydp.weight_grid import (
+    has_room,
+    is_felt,
+    largest_of,
+    payment_grid,
+)
+from lightning_dpsparse.noise.grid import grid_of, round_to_
+
+# B examples, E width of a kernel, U rows, D width of a table
+
+
+class LazyTables(TableState):
+    """What the rows of one kernel's tables owe, stack by stack."""
+
+    def __init__(
+        self, kernel: TableKernel, noise: StepNoise, *, aggregate: bool, chunk_rows: int
+    ) -> None:
+        super().__init__(kernel, noise)
+        self._clock = Clock(kernel.device)
+        self._weights = kernel.weights()
+        grid = payment_grid(self._weights, noise.stddev * kernel.learning_rate)
+        self.debts = [
+            Debts(weight, draws, self._clock, aggregate=aggregate, chunk_rows=chunk_rows)
+            for weight, draws in zip(self._weights, self.draws)
+        ]
+        self._put_on(grid)
+        self._bills: list[Bill] = []
+        self._all_paid_through = 0
+
+    def _put_on(self, grid: float | None) -> None:
+        self.grid = grid
+        for debts in self.debts:
+            debts.grid = grid
+            debts.put_on_grid()
+
+    @property
+    def _is_paid(self) -> bool:
+        """Whether no row owes anything, for certain."""
+        return self._all_paid_through == self._clock.now
+
+    # ---- a batch is read ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_read(self, bags: Bags, reading: Reading) -> None:
+        """Rows pay before they are read, unless they can be read on credit.
+
+        However often a row is read, it pays once. Outside training most rows have paid already, and
+        are left out.
+        """
+        self._pay_bills()  # of a step that was broken off, or of this step's first read
+        if self._is_on_credit(reading) or self._is_paid:
+            return
+        with self.kernel.writing():
+            for debts, rows_U in zip(self.debts, bags.rows_of_stacks()):
+                owing_U = rows_U if reading.is_private else debts.owing(rows_U)
+                if owing_U.numel():
+                    debts.pay(debts.bill(owing_U))
+
+    @torch.no_grad()
+    def after_read(self, bags: Bags, output_BE: Tensor, reading: Reading) -> None:
+        """Make `output_BE` what it would be if these rows had received their noise before."""
+        if self._is_on_credit(reading) and not self._is_paid:
+            self._bills = [
+                debts.bill(rows_U) for debts, rows_U in zip(self.debts, bags.rows_of_stacks())
+            ]
+            add_to_bags(output_BE, bags, [bill.noise_UD for bill in self._bills])
+
+    def _is_on_credit(self, reading: Reading) -> bool:
+        # Rows that decay must be rewritten, not only added to: they pay before they are read.
+        return reading is Reading.WHOLE_BATCH and self.kernel.weight_decay == 0.0
+
+    # ---- its step is released -------------------------------------------------------------------
+
+    def updates(self, sums: Sequence[RowGradient], step: int) -> Iterator[list[RowGradient]]:
+        """Noise on the rows that were read. All other rows owe it from now on.
+
+        They owe it before any gradient is applied: an interruption in between leaves too much
+        noise, not too little. Where the learning rate is so small that the step's noise would be
+        lost in rounding, the tables rest: nothing is applied, and nothing is owed.
+        """
+        kernel, stddev = self.kernel, self.noise.stddev
+        if not is_felt(stddev * kernel.learning_rate, self.grid):
+            self._pay_bills()
+            return
+        self._clock.tick(step, stddev, kernel.learning_rate, kernel.weight_decay)
+        yield from super().updates(sums, step)
+
+    @torch.no_grad()
+    def apply(self, update: list[RowGradient]) -> None:
+        """SGD on the rows' grid: w <- (1 - lr decay) w - lr g~, with what was read on credit."""
+        for i, (debts, gradient) in enumerate(zip(self.debts, update)):
+            if gradient.rows_U.numel():
+                owed_UD = self._bills[i].noise_UD if self._bills else None
+                self._descend(debts, self._weights[i], gradient, owed_UD)
+            debts.note(gradient.rows_U, self._clock.now)
+        self._bills = []
+
+    def _descend(
+        self, debts: Debts, weight_RD: Tensor, gradient: RowGradient, owed_UD: Tensor | None
+    ) -> None:
+        rate, stddev = self.kernel.learning_rate, self.noise.stddev
+        keep = 1.0 - rate * self.kernel.weight_decay
+        spacing = grid_of(stddev) if stddev else 0.0
+        step_UD = debts.land(gradient.rows_U, gradient.values_UD, spacing, -rate)
+        if keep != 1.0:
+            assert owed_UD is None  # rows that decay pay before they are read
+            new_UD = step_UD.add_(weight_RD.index_select(0, gradient.rows_U), alpha=keep)
+            if self.grid is not None:
+                round_to_(new_UD, self.grid)
+            weight_RD.index_copy_(0, gradient.rows_U, new_UD)
+            return
+        if owed_UD is not None:
+            step_UD += owed_UD
+        add_to_rows(weight_RD, gradient.rows_U, step_UD)
+
+    # ---- the tables are about to be seen --------------------------------------------------------
+
+    def pending_work(self) -> Iterator[Callable[[], None]]:
+        """Every row pays what it owes, chunk by chunk."""
+        self._pay_bills()
+        if not self._is_paid:
+            for debts in self.debts:
+                for chunk in debts.chunks():
+                    yield partial(debts.pay_chunk, *chunk)
+
+    def note_work_done(self) -> None:
+        """Weights that have outgrown their grid, and now may be seen, get a coarser one."""
+        self._all_paid_through = self._clock.now
+        if self.grid is None:
+            return
+        largest, grid = largest_of(self._weights), self.grid
+        while not has_room(largest, grid):
+            grid *= 2.0
+        if grid != self.grid:
+            with self.kernel.writing():
+                self._put_on(grid)
+
+    def _pay_bills(self) -> None:
+        """What was read on credit is paid by itself."""
+        with self.kernel.writing():
+            for debts, bill in zip(self.debts, self._bills):
+                debts.pay(bill)
+        self._bills = []

@@ -1,0 +1,149 @@
+"""The selection of one run: when rows are chosen, what is kept of it, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_dpsparse.engine.state import MechanismState
+from lightning_dpsparse.engine.step_inputs import Table
+from lightning_dpsparse.mechanisms.selection.counter import Features, IdCounter
+from lightning_dpsparse.mechanisms.selection.frequencies import Histogram, PublicFrequencies
+from lightning_dpsparse.mechanisms.selection.selection import Selection
+from lightning_dpsparse.mechanisms.selection.state import SelectionState
+from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
+
+# R rows of a table
+
+T = TypeVar("T")
+Rows = dict[str, Tensor]
+"""The selected rows of each whole table, sorted, by the path of its weight."""
+
+
+class RanksAndModel(Protocol):
+    """What a selection needs of the other ranks and of the model's tables."""
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank."""
+        ...
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """Add a tensor up over all ranks, in place."""
+        ...
+
+    def share_a_row(self, rows: Rows, row_for_others: int | None) -> None:
+        """Have all ids but these rows read one row of their table, if there is one for them."""
+        ...
+
+
+class RowSelector:
+    """Selects rows for a run, and tells the module's tables.
+
+    Counts of earlier periods are kept with their noise, on rank 0: adding them up costs nothing.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        tables: Sequence[Table],
+        source: NoiseSource,
+        examples_per_unit: int,
+        world: RanksAndModel,
+    ) -> None:
+        self.selection, self._tables, self._source = selection, tables, source
+        self._examples_per_unit, self._world = examples_per_unit, world
+        self._check()
+        self._sums: Rows = {}
+        self._rows: Rows | None = None
+        self._state: SelectionState | None = None
+
+    def _check(self) -> None:
+        frequencies = self.selection.frequencies
+        known = {feature for table in self._tables for feature in table.features}
+        if isinstance(frequencies, Histogram) and frequencies.max_ids_of.keys() - known:
+            raise Refused(
+                "Expected features of the tables in max_ids_of, found "
+                f"{sorted(frequencies.max_ids_of.keys() - known)}."
+            )
+        row = self.selection.out_of_vocabulary_row
+        smallest = min(table.num_rows for table in self._tables)
+        if self.selection.maps_to_one_row and not 0 <= row < smallest:
+            raise Refused(
+                f"Expected out_of_vocabulary_row within every table, found {row}, where the "
+                f"smallest has {smallest} rows."
+            )
+
+    def open(self, state: MechanismState) -> None:
+        """Training begins: this state is told of the rows, now and when they are renewed."""
+        assert isinstance(state, SelectionState)
+        self._state = state
+        if self._rows is not None:
+            state.set_selected_rows(self._rows)
+
+    def select_by_public_counts(self, frequencies: PublicFrequencies) -> None:
+        """Select by counts from a file. There is nothing to pay."""
+        scores = frequencies.scores
+        self._take(self._world.from_rank_zero(lambda: self.selection.largest(scores(self._tables))))
+
+    def select_by_data(
+        self, batches: Iterable[Features], device: torch.device, *, release: int
+    ) -> None:
+        """Select by counts of these batches. This one release must have been charged before.
+
+        `release` names the noise.
+        """
+        histogram = self.selection.frequencies
+        assert isinstance(histogram, Histogram)
+        counter = IdCounter(self._tables, histogram)
+        for features in batches:
+            counter.add(features)
+        totals = counter.totals(self._world.sum_over_ranks, device)
+
+        def choose() -> Rows:
+            noisy = histogram.noisy(
+                totals, self._tables, self._examples_per_unit, self._source, release
+            )
+            for name, count_R in noisy.items():
+                self._sums[name] = self._sums.get(name, 0.0) + count_R.cpu()
+            return self.selection.largest(self._sums)
+
+        self._take(self._world.from_rank_zero(choose))
+
+    def _take(self, rows: Rows) -> None:
+        self._rows = rows
+        self._world.share_a_row(rows, self.row_for_others)
+        if self._state is not None:
+            self._state.set_selected_rows(rows)
+
+    @property
+    def row_for_others(self) -> int | None:
+        """The row that all other ids read; None if they read their own."""
+        return self.selection.out_of_vocabulary_row if self.selection.maps_to_one_row else None
+
+    def summary(self) -> str:
+        """How many rows were selected, in a sentence."""
+        chosen = sum(len(rows) for rows in (self._rows or {}).values())
+        return f"Selected {chosen:,} of {sum(table.num_rows for table in self._tables):,} rows."
+
+    def state(self) -> dict[str, Any] | None:
+        """For checkpoints: the selected rows, and noisy counts where they will be renewed.
+
+        All of it was made privately, so it is no secret.
+        """
+        if self._rows is None:
+            return None
+        return {
+            "of": repr(self.selection),
+            "rows": self._rows,
+            "row_for_others": self.row_for_others,
+            "sums": self._sums if self.selection.renew else {},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the rows of a checkpoint."""
+        self._sums = dict(state["sums"])
+        self._take(dict(state["rows"]))
