@@ -1,12 +1,12 @@
-"""The layers of the package import each other in one direction only."""
+"""The layers of the package import each other in one direction only; tests share no test module."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.module_imports import imports
 
 PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 
@@ -51,20 +51,14 @@ ALLOWED = {
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+REPOSITORY = PACKAGE.parent
+OUTSIDE = sorted(
+    p for folder in ("tests", "benchmarks") for p in (REPOSITORY / folder).rglob("*.py")
+)
 
 
 def layer(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -88,3 +82,15 @@ def test_outside_packages_stay_in_their_layer(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_hold_one_idea(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
+
+
+def test_helpers_of_tests_are_in_support_and_not_in_a_test_module() -> None:
+    """What a test module keeps moves and breaks with its tests; `tests/support` is shared."""
+    found = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in OUTSIDE
+        for name in imports(path)
+        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert len(OUTSIDE) > 100
+    assert not found

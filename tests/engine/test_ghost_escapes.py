@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torchrec.modules.crossnet import VectorCrossNet
 
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers
-from tests.engine.test_ghost import (
-    B,
-    capture_step,
-    clipped_sum,
-    loss_of,
-    positions,
-    vectors,
-)
+from tests.support.dense_cases import B, capture_step, clipped_sum, loss_of, positions, vectors
 
 
 class Folded(nn.Module):

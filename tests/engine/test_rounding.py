@@ -16,27 +16,8 @@ from lightning_dpsparse.engine.norms import square_norms
 from lightning_dpsparse.engine.outer_products import Positions, weight_square_norm
 from lightning_dpsparse.engine.parameter_calls import rows_square_norm
 from lightning_dpsparse.engine.rows import clipped_row_gradients
+from tests.support.cancelling import EPS, nearly_cancelling, padded
 from tests.support.dense_layers import dense_sum
-
-EPS = torch.finfo(torch.float32).eps
-
-
-def nearly_cancelling(
-    positions: int, width: int, seed: int, size: float = 1e5
-) -> tuple[Tensor, Tensor]:
-    """a and g of one example, whose gradient is 1e-5 to 1e-2 of what it is a sum of."""
-    generator = torch.Generator().manual_seed(seed)
-    rest = 10 ** float(-5 + 3 * torch.rand(1, generator=generator))
-    a = torch.randn(width, generator=generator) + rest * torch.randn(
-        1, positions, width, generator=generator
-    )
-    sign = 1.0 - 2.0 * (torch.arange(positions) % 2)
-    return a, size * sign[:, None] * torch.randn(1, 1, width, generator=generator)
-
-
-def padded(value: Tensor, positions: int) -> Tensor:
-    return F.pad(value, (0, 0, 0, positions - value.shape[1]))
-
 
 # ---- norms --------------------------------------------------------------------------------------
 

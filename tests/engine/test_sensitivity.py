@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,52 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dpsparse.engine.clipping import AutomaticClipping, FlatClipping, GroupClipping
 from lightning_dpsparse.engine.ghost import DenseCapture
-from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
-from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, release
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
-
-# Two features on one table of five rows, one on another of three: ids repeat and meet.
-LAYOUT = Layout((0, 0, 1), (4, 4), (5, 3))
-NAMES = ["shared.weight", "alone.weight"]
-CLIPPINGS = [FlatClipping(), AutomaticClipping(), GroupClipping({"shared*": 1.0, "*": 2.0})]
-
-
-@dataclass
-class FakeRead:
-    """A kernel on paper: keeps what it is asked to apply."""
-
-    bags: list[list[list[int]]]
-    leaf: Tensor
-    weighted: bool
-    pooled: bool = True
-    applied: list[Tensor] = field(default_factory=list)
-    table_names = NAMES
-    shard_offsets = ((0, 0), (0, 0))
-    order_B = None
-
-    @property
-    def layout(self) -> Layout:
-        return replace(LAYOUT, is_pooled=self.pooled)
-
-    def lookup(self) -> Lookup:
-        flat = [bag for f in range(3) for bag in (example[f] for example in self.bags)]
-        lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64)
-        ids = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        weights = 0.5 + (ids % 2).double() if self.weighted else None
-        assert self.leaf.grad is not None
-        return Lookup(Bags(self.layout, ids, offsets, weights), self.leaf.grad)
-
-    def apply(self, gradients: list[RowGradient]) -> None:
-        for gradient, rows, width in zip(gradients, LAYOUT.num_rows, LAYOUT.widths):
-            dense = torch.zeros(rows, width, dtype=torch.float64)
-            dense[gradient.rows_U] = gradient.values_UD
-            self.applied.append(dense)
+from tests.support.fake_read import CLIPPINGS, FakeRead, example
 
 
 def sequence_of(examples: list[Any], vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,16 +61,6 @@ def clipped_sum(
     if not read.applied:
         released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]
     return torch.cat([tensor.double().flatten() for tensor in released]) * 7.0
-
-
-bag = lambda rows: st.lists(st.integers(0, rows - 1), max_size=4)  # noqa: E731
-number = st.floats(-1e3, 1e3, allow_nan=False, width=32)
-adversarial = st.sampled_from([0.0, 1e-20, 1.0, 1e8, 1e150, 1e308, math.inf, -math.inf, math.nan])
-example = st.tuples(
-    st.tuples(bag(5), bag(5), bag(3)),
-    st.lists(number, min_size=12, max_size=12),
-    st.one_of(st.floats(-10, 10), adversarial),
-)
 
 
 @settings(max_examples=180, deadline=None, derandomize=True)

@@ -19,17 +19,12 @@ from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, rele
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.engine import test_ghost as ghost
-from tests.engine import test_tables as tables
-from tests.engine.test_sensitivity import CLIPPINGS, FakeRead, adversarial, bag, number
+from tests.support import dense_cases as ghost
+from tests.support import table_cases as tables
+from tests.support.fake_read import CLIPPINGS, FakeRead, adversarial, bag, number
+from tests.support.users import leaders_of
 
 SHARED = 20  # numbers of the table that two features share, the first of a released vector
-
-
-def leaders_of(sizes: list[int]) -> Tensor:
-    """The first example of every example's user."""
-    starts = [sum(sizes[:u]) for u in range(len(sizes))]
-    return torch.tensor([start for start, size in zip(starts, sizes) for _ in range(size)]).long()
 
 
 def square_of_sums(each: list[list[Tensor]], sizes: list[int]) -> Tensor:

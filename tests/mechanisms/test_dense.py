@@ -21,10 +21,10 @@ from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.mechanisms.lsg import LowRank, decompose
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.engine.test_ghost import Attention
-from tests.engine.test_sensitivity import FakeRead
-from tests.engine.test_sensitivity import example as examples_of_tables
+from tests.support.dense_cases import Attention
 from tests.support.dense_layers import NaiveForm
+from tests.support.fake_read import FakeRead
+from tests.support.fake_read import example as examples_of_tables
 
 B = 6
 CLIP = 0.5

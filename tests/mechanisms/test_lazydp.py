@@ -10,27 +10,16 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dpsparse import LazyDP
-from lightning_dpsparse.engine.deferred import Clock
-from lightning_dpsparse.engine.draws import StackNoise
-from lightning_dpsparse.engine.lookups import Layout
 from lightning_dpsparse.mechanisms.lazydp import Debts, is_felt, payment_grid
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
+from tests.support.debts import NAMES, SHARD_OFFSETS, STDDEV, STEPS, WIDTH, indebted
 
-WIDTH, STEPS, STDDEV = 16, 60, 0.3
-LAYOUT = Layout((0, 1), (WIDTH, WIDTH), (1500, 1500), is_stacked=True)
-NAMES, SHARD_OFFSETS = ("a", "b"), ((0, 0), (64, 0))
 NEVER, ONCE, OFTEN = slice(0, 1000), slice(1000, 2000), slice(2000, 3000)
 
 
 def learning_rate(step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * step / STEPS))
-
-
-def indebted(source: NoiseSource, mechanism: LazyDP) -> tuple[Debts, Clock, Tensor]:
-    weight, clock = torch.zeros(3000, WIDTH), Clock(torch.device("cpu"))
-    noise = StackNoise(source, LAYOUT.stacks[0], NAMES, SHARD_OFFSETS, 0)
-    return Debts(mechanism, weight, noise, clock), clock, weight
 
 
 def pay_all(debts: Debts) -> None:

@@ -18,9 +18,9 @@ from lightning_dpsparse.engine.outer_products import Positions
 from lightning_dpsparse.mechanisms.sparse_dpsgd import Masked
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.engine.test_rounding import EPS, nearly_cancelling, padded
-from tests.engine.test_units import leaders_of
+from tests.support.cancelling import EPS, nearly_cancelling, padded
 from tests.support.dense_layers import dense_sum
+from tests.support.users import leaders_of
 
 WIDTH = 6
 LENGTH = 8

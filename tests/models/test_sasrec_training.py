@@ -12,10 +12,10 @@ from torchrec.datasets.utils import Batch
 
 from lightning_dpsparse import DPSGD, AdaFEST, LazyDP, Placement, PrivacyPlan
 from lightning_dpsparse.models import SASRecModule
-from tests.models.test_sasrec import SETTINGS, Plain, sasrec
-from tests.models.test_two_tower import EXAMPLES, ITEMS, Windows, collate, loader
-from tests.plugin.test_training import SGD, assert_close
+from tests.support.item_windows import EXAMPLES, ITEMS, Windows, collate, loader
 from tests.support.naive_step import EXPECTED, plan
+from tests.support.plain_sasrec import SETTINGS, Plain, sasrec
+from tests.support.plain_training import SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import assemble, make_trainer, snapshot
 

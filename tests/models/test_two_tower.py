@@ -8,74 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torchrec.datasets.utils import Batch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import Placement
 from lightning_dpsparse.models import TwoTowerModule
 from lightning_dpsparse.models.retrieval import retrieval_metrics
+from tests.support.item_windows import (
+    EXAMPLES,
+    ITEMS,
+    NEGATIVES,
+    Windows,
+    collate,
+    loader,
+    some_negatives,
+)
+from tests.support.plain_two_tower import TABLE, WIDTH, Plain, two_towers
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import assemble, make_trainer, snapshot
-
-ITEMS, WIDTH, NEGATIVES = 30, 8, 5
-TABLE = "tables.embedding_bags.{}.weight"
-
-# context, label: an empty bag, a repeated id, the label in its own context
-EXAMPLES = [([3, 3, 7], 7), ([], 2), ([29], 0), ([1, 2, 4, 8, 16], 11), ([7, 0], 29), ([5], 5)]
-
-
-def collate(examples: list[tuple[list[int], int]]) -> Batch:
-    labels = [label for _, label in examples]
-    context_ids = [item for context, _ in examples for item in context]
-    lengths = [len(context) for context, _ in examples]
-    return Batch(
-        dense_features=torch.zeros(len(examples), 0),
-        sparse_features=KeyedJaggedTensor(
-            keys=["context", "label"],
-            values=torch.tensor([*context_ids, *labels], dtype=torch.int64),
-            lengths=torch.tensor([*lengths, *[1] * len(labels)], dtype=torch.int64),
-            stride=len(examples),
-        ),
-        labels=torch.zeros(len(examples)),
-    )
-
-
-class Windows(Dataset[Any]):
-    """Contexts of 0 to 4 items, and the item after the last of them."""
-
-    def __init__(self, size: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(0, 5, (size,), generator=generator).tolist()
-        contexts = [torch.randint(ITEMS, (n,), generator=generator).tolist() for n in lengths]
-        self.examples = [(c, (c[-1] + 1) % ITEMS if c else 0) for c in contexts]
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.examples[index]
-
-
-def loader(size: int, batch_size: int, seed: int = 0, **kwargs: Any) -> DataLoader[Any]:
-    return DataLoader(Windows(size, seed), batch_size=batch_size, collate_fn=collate, **kwargs)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.3)
-
-
-def two_towers(**settings: Any) -> TwoTowerModule:
-    default: dict[str, Any] = {
-        "num_items": ITEMS,
-        "embedding_dim": WIDTH,
-        "context_layers": [6, WIDTH],
-        "num_negatives": NEGATIVES,
-        "temperature": 0.2,
-        "optimizer": sgd,
-    }
-    return TwoTowerModule(**(default | settings))
 
 
 def built(**settings: Any) -> TwoTowerModule:
@@ -83,50 +33,6 @@ def built(**settings: Any) -> TwoTowerModule:
     module = two_towers(**settings)
     module.configure_model()
     return module
-
-
-def some_negatives() -> Tensor:
-    negatives_BK = torch.randint(
-        ITEMS, (len(EXAMPLES), NEGATIVES), generator=torch.Generator().manual_seed(1)
-    )
-    negatives_BK[0, 2] = EXAMPLES[0][1]  # drawn by accident
-    negatives_BK[3, :2] = 6  # drawn twice
-    return negatives_BK
-
-
-class Plain:
-    """The same model of one example, in float64: `nn.EmbeddingBag`, `nn.Linear`, a loop."""
-
-    def __init__(self, weights: dict[str, Tensor], *, normalize: bool = False) -> None:
-        self.bag = nn.EmbeddingBag(ITEMS, WIDTH, mode="mean").double()
-        self.items = nn.Embedding(ITEMS, WIDTH).double()
-        self.linear = [nn.Linear(WIDTH, 6).double(), nn.Linear(6, WIDTH).double()]
-        self.normalize = normalize
-        values = [weights[TABLE.format(name)] for name in ("context", "item")]
-        values += [weights[f"mlp.{i}.{kind}"] for i in (0, 2) for kind in ("weight", "bias")]
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters(), values, strict=True):
-                parameter.copy_(value)
-
-    def parameters(self) -> list[Tensor]:
-        linear = [tensor for layer in self.linear for tensor in (layer.weight, layer.bias)]
-        return [self.bag.weight, self.items.weight, *linear]
-
-    def scores(self, context: list[int], items: list[int], temperature: float = 0.2) -> Tensor:
-        pooled = self.bag(torch.tensor(context, dtype=torch.int64), torch.tensor([0]))[0]
-        output = self.linear[1](torch.relu(self.linear[0](pooled)))
-        rows = self.items(torch.tensor(items))
-        if self.normalize:
-            output, rows = output / output.norm(), rows / rows.norm(dim=1, keepdim=True)
-        return rows @ output / temperature
-
-    def loss(self, example: Any, negatives: list[int], log_q: Tensor | None = None) -> Tensor:
-        context, label = example
-        items = [label, *(item for item in negatives if item != label)]
-        scores = self.scores(context, items)
-        if log_q is not None:
-            scores = scores - log_q[items]
-        return scores.exp().sum().log() - scores[0]
 
 
 # ---- the loss -----------------------------------------------------------------------------------

@@ -13,20 +13,10 @@ from torchrec.datasets.utils import Batch
 
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, LazyDP, Placement, PrivacyPlan
 from lightning_dpsparse.models import TwoTowerModule
-from tests.models.test_two_tower import (
-    ITEMS,
-    NEGATIVES,
-    TABLE,
-    WIDTH,
-    Plain,
-    Windows,
-    collate,
-    loader,
-    sgd,
-    two_towers,
-)
-from tests.plugin.test_training import SGD, assert_close
+from tests.support.item_windows import ITEMS, NEGATIVES, Windows, collate, loader, sgd
 from tests.support.naive_step import EXPECTED, plan
+from tests.support.plain_training import SGD, assert_close
+from tests.support.plain_two_tower import TABLE, WIDTH, Plain, two_towers
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import assemble, make_trainer, snapshot
 

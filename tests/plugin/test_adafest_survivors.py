@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_dpsparse import FEST, AdaFEST, AdaFESTPlus, Placement, PrivacyPlan
 from lightning_dpsparse.mechanisms.adafest import survival
-from tests.plugin.test_adafest import public
-from tests.plugin.test_private_noise import assert_variance, record_noise
-from tests.plugin.test_training import PLACEMENTS
+from tests.support.adafest_runs import public
 from tests.support.naive_step import EXPECTED, plan
+from tests.support.plain_training import PLACEMENTS
 from tests.support.ranks import Ranks
+from tests.support.recorded_noise import assert_variance, record_noise
 from tests.support.row_choice import naive_map, rows_of_unit
 from tests.support.tiny_model import BAGS_OR_SEQUENCES, SEQUENCES, Bags, assemble, name_of, paths
 

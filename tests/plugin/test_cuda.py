@@ -23,8 +23,8 @@ from lightning_dpsparse.engine.outer_products import Positions
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import RowNoise
 from lightning_dpsparse.sharded.fused import kernel_steps
-from tests.plugin.test_training import assert_close, reference
 from tests.support.naive_step import plan
+from tests.support.plain_training import assert_close, reference
 from tests.support.tiny_model import SEQUENCES, Recording, assemble, loader, snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -9,9 +9,9 @@ import torch
 
 from lightning_dpsparse import EANA, LSG, RGP, LazyDP, Placement, SparseDPSGD
 from lightning_dpsparse.noise.sources import FastNoise
-from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
 from tests.support.dense_layers import NaiveForm
 from tests.support.naive_step import SIZES, naive, plan, run
+from tests.support.plain_training import PLACEMENTS, SGD, assert_close
 from tests.support.ranks import Ranks
 
 DENSE = {

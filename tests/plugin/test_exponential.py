@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dpsparse import ExponentialSelection, FusedOptimizer, Placement, PrivacyPlan
-from tests.plugin.test_training import PLACEMENTS, SGD, assert_close, update
 from tests.support.naive_step import ADAGRAD, EXPECTED, SIZES, plan, run
+from tests.support.plain_training import PLACEMENTS, SGD, assert_close, update
 from tests.support.private_runs import fit, ledger_of
 from tests.support.ranks import Ranks
 from tests.support.reference import Reference

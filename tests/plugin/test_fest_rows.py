@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from lightning_dpsparse import AdaFESTPlus, Placement, Selection, Users
-from tests.plugin.test_fest import COUNTED, REPLAYED, Selecting, fest, plan, select, selected_by
+from tests.support.fest_runs import COUNTED, REPLAYED, Selecting, fest, plan, select, selected_by
 from tests.support.private_runs import Marked
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import BAGS_OR_SEQUENCES, assemble

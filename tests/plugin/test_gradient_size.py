@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dpsparse import EANA, AdaFEST, LazyDP, Placement, PrivacyMonitor
 from lightning_dpsparse.plugin.callbacks import private_run
-from tests.plugin.test_training import PLACEMENTS, SGD
 from tests.support.naive_step import Batches, plan
+from tests.support.plain_training import PLACEMENTS, SGD
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import (
     SEQUENCES,

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_dpsparse import DPSGD, LazyDP, Placement
+from lightning_dpsparse import LazyDP, Placement
 from lightning_dpsparse.mechanisms import lazydp
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.cut import PrivateLookup
-from tests.plugin.test_lazydp import unmoved
-from tests.plugin.test_training import PLACEMENTS, SGD, assert_close
+from tests.support.lazydp_runs import EAGER, LAZY
 from tests.support.naive_step import Batches, plan
+from tests.support.payment_runs import Breaking, fit, fit_and_save
+from tests.support.plain_training import PLACEMENTS, SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import (
     BAGS_OR_SEQUENCES,
@@ -28,59 +29,6 @@ from tests.support.tiny_model import (
     make_trainer,
     snapshot,
 )
-
-SIZES = [[2, 1], [0, 0], [1, 0], [0, 2], [0, 0]] * 2
-EAGER, LAZY = DPSGD(chunk_rows=16), LazyDP(aggregate=False, chunk_rows=16)
-
-
-class Breaking(Recording):
-    """Fails in one step."""
-
-    def __init__(self, fail_at: int | None = None, **kwargs: Any) -> None:
-        super().__init__(lr=0.05, schedule="cosine", **kwargs)
-        self.fail_at = fail_at
-
-    def on_train_start(self) -> None:
-        """Nothing: asking for the state would make all pay."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == self.fail_at:
-            raise ArithmeticError("this step fails")
-        return loss
-
-
-def fit(
-    world: int, placement: Placement, mechanism: Any, module: Breaking | None = None, **trainer: Any
-) -> Any:
-    """Runs inside a rank: replayed noise."""
-    torch.manual_seed(0)
-    resume = trainer.pop("resume", None)
-    module = module or Breaking()
-    maker = make_trainer(
-        world,
-        placement,
-        SGD,
-        privacy=plan(noise=2.0, mechanism=mechanism, noise_source="row_keyed"),
-        **trainer,
-    )
-    rank = torch.distributed.get_rank() if world > 1 else None
-    with unmoved():
-        maker.fit(module, Batches(SIZES, rank), ckpt_path=resume)
-    return snapshot(module)
-
-
-def fit_and_save(world: int, placement: Placement, mechanism: Any, folder: Path, **kw: Any) -> Any:
-    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
-    return fit(
-        world,
-        placement,
-        mechanism,
-        callbacks=[saver],
-        enable_checkpointing=True,
-        default_root_dir=str(folder),
-        **kw,
-    )
 
 
 @pytest.mark.parametrize("name", ["row_wise", "column_wise"])

@@ -17,8 +17,14 @@ from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.datasets import digest, may_share
 from lightning_dpsparse.plugin.lineage import history_in, history_of
 from lightning_dpsparse.sharded.checkpoint import consolidate
-from tests.plugin.test_private_resume import NOISY
-from tests.support.private_runs import BATCH, Marked, Watching, marked_loader, strict_collate
+from tests.support.private_runs import (
+    BATCH,
+    NOISY,
+    Marked,
+    Watching,
+    marked_loader,
+    strict_collate,
+)
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import Bags, make_trainer
 

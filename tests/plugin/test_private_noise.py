@@ -8,33 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_dpsparse import DPSGD, EANA, FusedOptimizer, Placement, PrivacyPlan
-from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
+from lightning_dpsparse import DPSGD, EANA, Placement, PrivacyPlan
 from tests.support.naive_step import (
     ADAGRAD,
     EXPECTED,
     SIZES,
-    Batches,
     naive,
     plan,
     run,
     tolerance_of,
 )
+from tests.support.plain_training import PLACEMENTS, ROWWISE, SGD, assert_close
 from tests.support.ranks import Ranks
+from tests.support.recorded_noise import assert_variance, record_noise
 from tests.support.tiny_model import (
     BAGS_OR_SEQUENCES,
     SEQUENCES,
     TABLES,
     Bags,
-    Recording,
     assemble,
     collate,
-    make_trainer,
     name_of,
     paths,
-    snapshot,
 )
 
 
@@ -43,42 +39,6 @@ def test_a_batch_cut_into_parts_gets_its_noise_once(two_ranks: Ranks) -> None:
     start, whole = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy)
     _, parts = run(two_ranks, SIZES["even"], PLACEMENTS["mixed"], SGD, noisy, most=3)
     assert_close(parts, {key: whole[key] for key in start}, 1e-6)
-
-
-class EveryStep(Recording):
-    """Remembers its weights after every step. It learns nothing: what moves is noise."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(lr=1.0, **kwargs)
-        self.history: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * 0.0
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.history.append(snapshot(self))
-
-
-def record_noise(
-    world_size: int,
-    placement: Placement,
-    noisy: PrivacyPlan,
-    steps: int,
-    sequences: tuple[str, ...] = (),
-    readers: list[int] | None = None,
-) -> Any:
-    """Runs inside a rank. The first `readers`, so many on each rank, read in every step."""
-    torch.manual_seed(0)
-    module = EveryStep(sequences=sequences)
-    sgd = FusedOptimizer(kind="sgd", learning_rate=1.0)
-    trainer = make_trainer(world_size, placement, sgd, privacy=noisy)
-    batches = Batches([readers or [0] * world_size], torch.distributed.get_rank())
-    batches.batches *= steps
-    trainer.fit(module, batches)
-    return [module.start, *module.history]
 
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise"])
@@ -106,14 +66,6 @@ def test_noise_has_its_variance_on_every_table_shard_and_layer(
     same_width = [whole[1][k] - whole[0][k] for k in whole[0] if whole[0][k].shape[-1:] == (8,)]
     rows = torch.cat([t for t in same_width if t.dim() == 2])
     assert len(rows.unique(dim=0)) == len(rows)  # no two rows of any table or shard drew alike
-
-
-def assert_variance(draws: Tensor, stddev: float, key: str) -> None:
-    """n draws of known variance: the mean square has standard error sqrt(2 / n)."""
-    n = draws.numel()
-    ratio = float(draws.square().mean()) / stddev**2
-    assert abs(ratio - 1) < 5 * math.sqrt(2 / n), f"{key}: variance is {ratio:.3f} of right"
-    assert abs(float(draws.mean())) / stddev < 5 / math.sqrt(n)
 
 
 @BAGS_OR_SEQUENCES

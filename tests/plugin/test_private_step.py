@@ -13,7 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, Placement, PrivacyPlan, TablePlacement
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
 from lightning_dpsparse.sharded.fused import kernel_steps
-from tests.plugin.test_training import PLACEMENTS, ROWWISE, SGD, assert_close
 from tests.support.naive_step import (
     ADAGRAD,
     SIZES,
@@ -25,6 +24,7 @@ from tests.support.naive_step import (
     run,
     tolerance_of,
 )
+from tests.support.plain_training import PLACEMENTS, ROWWISE, SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import BAGS_OR_SEQUENCES, SEQUENCES, Recording, make_trainer, name_of
 

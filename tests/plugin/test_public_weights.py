@@ -24,8 +24,8 @@ from lightning_dpsparse import (
     PrivacyPlan,
     PublicWeights,
 )
-from tests.plugin.test_text import Classifier, Texts, collate_texts
 from tests.support.ranks import Ranks
+from tests.support.text_classifier import Classifier, Texts, collate_texts
 from tests.support.tiny_model import assemble, make_trainer, snapshot
 
 SGD = FusedOptimizer(kind="sgd", learning_rate=0.5)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from lightning_dpsparse import (
 )
 from lightning_dpsparse.refused import Refused
 from tests.support.ranks import Ranks
+from tests.support.refused_runs import fit, refused
 from tests.support.tiny_model import SmallModule, loader, make_trainer
 
 
@@ -77,27 +77,6 @@ class TwoDimensionalLoss(SmallModule):
 class OnlyTables(SmallModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.ebc.parameters(), lr=0.1)
-
-
-def fit(
-    module: LightningModule, placement: Placement | None, fused: Any, trainer: dict[str, Any]
-) -> None:
-    world_size = torch.distributed.get_world_size()
-    make_trainer(world_size, placement, fused, max_steps=1, **trainer).fit(
-        module, loader(8, 8, world_size)
-    )
-
-
-def refused(
-    ranks: Ranks,
-    message: str,
-    module: LightningModule | None = None,
-    placement: Placement | None = None,
-    fused: FusedOptimizer | None = None,
-    **trainer: Any,
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ranks.run(fit, module or SmallModule(), placement, fused, trainer)
 
 
 def test_tables_must_be_float32(one_rank: Ranks) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, FusedOptimizer, LazyDP, Placement
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.sharded.shards import local_kernels
-from tests.plugin.test_training import PLACEMENTS
 from tests.support.naive_step import Batches, plan
+from tests.support.plain_training import PLACEMENTS
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import SmallModule, make_trainer, snapshot
 

@@ -27,16 +27,15 @@ from lightning_dpsparse import (
 from lightning_dpsparse.engine.clipping import GroupClipping
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.shards import tables_on_meta
-from tests.plugin import test_adafest as adafest
-from tests.plugin import test_checkpoint as checkpoints
-from tests.plugin import test_lazydp as lazydp
-from tests.plugin import test_lazydp_payment as payment
-from tests.plugin.test_refusals import refused
-from tests.plugin.test_training import ROWWISE, SGD, assert_close, reference
-from tests.plugin.test_training import train as train_in_the_open
-from tests.sharded.test_units import UNITS, naive_users, run_users
+from tests.support import adafest_runs as adafest
+from tests.support import checkpoint_runs as checkpoints
+from tests.support import lazydp_runs as lazydp
+from tests.support import payment_runs as payment
 from tests.support.naive_step import ADAGRAD, SIZES, grouped, naive, plan, run, tolerance_of
+from tests.support.plain_training import ROWWISE, SGD, assert_close, reference
+from tests.support.plain_training import train as train_in_the_open
 from tests.support.ranks import Ranks
+from tests.support.refused_runs import refused
 from tests.support.row_choice import naive_selecting
 from tests.support.tiny_model import (
     SEQUENCES,
@@ -49,6 +48,7 @@ from tests.support.tiny_model import (
     name_of,
     sequence_tables,
 )
+from tests.support.users import UNITS, naive_users, run_users
 
 PLACEMENTS = {
     "table_wise": Placement(default="table_wise"),
@@ -252,7 +252,7 @@ def test_checkpoints_survive_another_world_size_and_load_into_a_plain_model(
 
 
 def test_a_lazydp_checkpoint_on_disk_is_fully_paid(two_ranks: Ranks, tmp_path: Path) -> None:
-    for kind, mechanism in (("eager", payment.EAGER), ("lazy", payment.LAZY)):
+    for kind, mechanism in (("eager", lazydp.EAGER), ("lazy", lazydp.LAZY)):
         two_ranks.run(
             payment.fit_and_save,
             2,

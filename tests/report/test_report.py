@@ -20,7 +20,7 @@ from lightning_dpsparse import report
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report.plot import plot
 from lightning_dpsparse.report.text import show
-from tests.test_layers import imports
+from tests.support.module_imports import imports
 
 HOSTILE = "</span><script>alert(1)</script> & \"x\" <img src=http://a.b/c onerror='alert(2)'>"
 VOID = {"meta", "br", "line", "path", "polyline", "circle"}

@@ -15,7 +15,7 @@ from lightning_dpsparse import LazyDP
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, RowNoise, SecureNoise
 from lightning_dpsparse.sharded.debts import pay_all
-from tests.mechanisms.test_lazydp import indebted
+from tests.support.debts import indebted
 
 
 class OneStack:

@@ -16,8 +16,8 @@ from lightning_dpsparse.sharded import items
 from lightning_dpsparse.sharded.collections import sharded_collections, weight_of
 from lightning_dpsparse.sharded.items import ItemTable
 from lightning_dpsparse.sharded.shards import TableShard, load_whole_tables, local_shards
-from tests.plugin.test_training import SGD
 from tests.support.naive_step import Batches, plan
+from tests.support.plain_training import SGD
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import (
     SEQUENCES,

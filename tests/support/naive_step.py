@@ -14,7 +14,7 @@ from lightning_dpsparse import EANA, FusedOptimizer, Placement, PrivacyPlan
 from lightning_dpsparse.engine.rounding import price
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import RowNoise
-from tests.plugin.test_training import SGD, update
+from tests.support.plain_training import SGD, update
 from tests.support.ranks import Ranks
 from tests.support.reference import Reference
 from tests.support.tiny_model import (

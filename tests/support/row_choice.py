@@ -23,9 +23,9 @@ from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.engine.step_inputs import Ranks
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
-from tests.plugin.test_training import update
 from tests.support import tiny_model as small
 from tests.support.naive_step import EXPECTED
+from tests.support.plain_training import update
 from tests.support.reference import Reference
 
 CPU = torch.device("cpu")
