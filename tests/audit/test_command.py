@@ -48,7 +48,7 @@ import sys
 from unittest import mock
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.sharded.private import PrivateSteps
-with mock.patch.object(PrivateSteps, "pay_all"):
+with mock.patch.object(PrivateSteps, "before_release"):
     main(sys.argv[1:])
 """
 

@@ -18,6 +18,7 @@ from lightning_dpsparse.engine.step import Ranks, StepConfig, clipped_sums, rele
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
+from tests.support.paper_kernel import open_on_paper
 
 ROWS, WIDTH, INPUTS, HIDDEN = 50, 16, 96, 128
 LAYOUT = Layout((0, 1), (WIDTH, WIDTH), (ROWS, ROWS))
@@ -48,6 +49,7 @@ class PaperRead:
     shard_offsets = ((0, 0), (0, 0))
     order_B = None
     layout = LAYOUT
+    state: Any = None
 
     def lookup(self) -> Lookup:
         assert self.leaf.grad is not None
@@ -69,6 +71,7 @@ class OneTable:
     table_names = ("a",)
     shard_offsets = ((0, 0),)
     order_B = None
+    state: Any = None
 
     @property
     def layout(self) -> Layout:
@@ -108,11 +111,11 @@ def hidden_sum(data: tuple[Tensor, ...], clipping: Any, expected: float) -> Tens
     with capture:
         x = torch.cat([inputs, read.leaf], 1)
         loss = last(torch.tanh(first(x))).squeeze(1) * scale
-    recipe = StepConfig(EANA(), clipping, 1.0, 1.0, expected, Silent())  # type: ignore[arg-type]
+    config = StepConfig(EANA(), clipping, 1.0, 1.0, expected, Silent())  # type: ignore[arg-type]
+    state = open_on_paper(config, read)
     ranks = Ranks(len(ids), 0, lambda tensor: None)
-    release(
-        clipped_sums(loss, [read], capture, recipe, ranks, 0), [read], capture, recipe, ranks, 0
-    )
+    sums = clipped_sums(loss, [read], capture, config, state, ranks, 0)
+    release(sums, [read], capture, state, ranks, 0)
     released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
     flat = torch.cat([tensor.flatten() for tensor in released]).double()
     whole = flat / grid_of(1.0 / expected)
@@ -155,13 +158,12 @@ def test_an_example_pays_for_the_rows_that_it_reads() -> None:
         gradient = torch.full((1, WIDTH), 100.0)
         bags = Bags(layout, torch.arange(read), torch.tensor([0, read]))
         capture = DenseCapture({})
-        recipe = StepConfig(EANA(), FlatClipping(), 1.0, 1.0, 1.0, Silent())  # type: ignore[arg-type]
+        config = StepConfig(EANA(), FlatClipping(), 1.0, 1.0, 1.0, Silent())  # type: ignore[arg-type]
         leaf = torch.zeros(1, WIDTH, requires_grad=True)
         kernel = OneTable(Lookup(bags, gradient))
         loss = (leaf * gradient).sum(1)
-        found = clipped_sums(
-            loss, [kernel], capture, recipe, Ranks(1, 0, lambda tensor: None), 0
-        ).tables[0][0]
+        state, ranks = open_on_paper(config, kernel), Ranks(1, 0, lambda tensor: None)
+        found = clipped_sums(loss, [kernel], capture, config, state, ranks, 0).tables[0][0]
         norm = float(torch.linalg.vector_norm(found.values_UD.double()))
         assert norm == pytest.approx(1.0 - price(1.0, 1.0, 1.0, read * WIDTH), abs=2e-7)
     assert price(1.0, 1.0, 1.0, rows * WIDTH) - price(1.0, 1.0, 1.0, WIDTH) > 4e-4

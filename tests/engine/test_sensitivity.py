@@ -16,6 +16,7 @@ from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
 from tests.support.fake_read import CLIPPINGS, FakeRead, example
+from tests.support.paper_kernel import open_on_paper
 
 
 def sequence_of(examples: list[Any], vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,12 +52,13 @@ def clipped_sum(
             x = torch.zeros(size * 3, 4, dtype=torch.float64)
             x = x.index_add(0, bag, leaf * weight[:, None]).view(size, 12)
         loss = dense(x).squeeze(1).square() * scale + (x * scale[:, None]).sum(1)
-    recipe = StepConfig(
+    config = StepConfig(
         EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
     )
     ranks = Ranks(size, 0, lambda tensor: None)
-    sums = clipped_sums(loss, [read], capture, recipe, ranks, 0)
-    release(sums, [read], capture, recipe, ranks, 0)
+    state = open_on_paper(config, read)
+    sums = clipped_sums(loss, [read], capture, config, state, ranks, 0)
+    release(sums, [read], capture, state, ranks, 0)
     released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
     if not read.applied:
         released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]

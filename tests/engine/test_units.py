@@ -22,6 +22,7 @@ from lightning_dpsparse.noise.sources import FastNoise
 from tests.support import dense_cases as ghost
 from tests.support import table_cases as tables
 from tests.support.fake_read import CLIPPINGS, FakeRead, adversarial, bag, number
+from tests.support.paper_kernel import open_on_paper
 from tests.support.users import leaders_of
 
 SHARED = 20  # numbers of the table that two features share, the first of a released vector
@@ -119,13 +120,14 @@ def clipped_sum(
     with capture:
         x = leaf[torch.argsort(torch.tensor(order))] if order else leaf
         loss = dense(x).squeeze(1).square() * scale + (x * scale[:, None]).sum(1)
-    recipe = StepConfig(
+    config = StepConfig(
         EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
     )
     ranks = Ranks(len(examples), 0, lambda tensor: None)
     first_of_unit_B = leaders_of([len(user) for user in users]) if as_users else None
-    sums = clipped_sums(loss, [read], capture, recipe, ranks, 0, first_of_unit_B)
-    release(sums, [read], capture, recipe, ranks, 0)
+    state = open_on_paper(config, read)
+    sums = clipped_sums(loss, [read], capture, config, state, ranks, 0, first_of_unit_B)
+    release(sums, [read], capture, state, ranks, 0)
     applied = read.applied or [torch.zeros(5, 4), torch.zeros(3, 4)]  # no row was read
     released = [*applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
     return torch.cat([tensor.double().flatten() for tensor in released]) * 7.0

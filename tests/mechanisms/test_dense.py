@@ -25,6 +25,7 @@ from tests.support.dense_cases import Attention
 from tests.support.dense_layers import NaiveForm
 from tests.support.fake_read import FakeRead
 from tests.support.fake_read import example as examples_of_tables
+from tests.support.paper_kernel import open_on_paper
 
 B = 6
 CLIP = 0.5
@@ -147,19 +148,20 @@ def set_up(
     parameters = dict(model.named_parameters())
     capture = DenseCapture(parameters)
     capture.set_forms(DenseForms(mechanism, model, parameters).at(step, NOISE))
-    recipe = StepConfig(EANA(), FlatClipping(), CLIP, noise, expected_batch=1.0, noise=NOISE)
-    return capture, recipe
+    config = StepConfig(EANA(), FlatClipping(), CLIP, noise, expected_batch=1.0, noise=NOISE)
+    return capture, config
 
 
 def gradients(
     model: nn.Module, x: Tensor, mechanism: Any, first_of_unit_B: Tensor | None = None
 ) -> dict[str, Tensor]:
-    capture, recipe = set_up(model, mechanism)
+    capture, config = set_up(model, mechanism)
     with capture:
         loss = loss_of(model, x)
     ranks = Ranks(len(x), 0, lambda tensor: None)
-    sums = clipped_sums(loss, [], capture, recipe, ranks, STEP, first_of_unit_B)
-    release(sums, [], capture, recipe, ranks, STEP)
+    state = config.open([])
+    sums = clipped_sums(loss, [], capture, config, state, ranks, STEP, first_of_unit_B)
+    release(sums, [], capture, state, ranks, STEP)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -205,10 +207,11 @@ def test_an_example_that_overflows_counts_nothing(mechanism: str) -> None:
 
 def test_a_layer_that_nobody_reached_has_noise_and_no_gradient() -> None:
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)]).double()
-    capture, recipe = set_up(model, RGP(1))
+    capture, config = set_up(model, RGP(1))
     with capture:
         loss = model[2](model[0](torch.randn(4, 6).double())).flatten()
-    sums = clipped_sums(loss, [], capture, recipe, Ranks(4, 0, lambda tensor: None), STEP)
+    ranks = Ranks(4, 0, lambda tensor: None)
+    sums = clipped_sums(loss, [], capture, config, config.open([]), ranks, STEP)
     assert capture.pieces(sums.dense)["1.weight"].abs().max() == 0
     assert capture.pieces(sums.dense)["0.weight"].abs().max() > 0
 
@@ -233,11 +236,12 @@ def sums_of(examples: list[Any], mechanism: DenseMechanism) -> Tensor:
     leaf = leaf.view(len(examples), 12).requires_grad_()
     scale = torch.tensor([e[2] for e in examples], dtype=torch.float64)
     read = FakeRead([e[0] for e in examples], leaf, False)
-    capture, recipe = set_up(model, mechanism)
+    capture, config = set_up(model, mechanism)
     with capture:
         loss = model(leaf).squeeze(1).square() * scale + (leaf * scale[:, None]).sum(1)
     ranks = Ranks(len(examples), 0, lambda tensor: None)
-    return everything(clipped_sums(loss, [read], capture, recipe, ranks, STEP))
+    state = open_on_paper(config, read)
+    return everything(clipped_sums(loss, [read], capture, config, state, ranks, STEP))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -270,9 +274,10 @@ def released_noise(mechanism: Any, step: int) -> tuple[DenseCapture, Tensor]:
     """Of a step without examples: all that is released is noise."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 40), nn.Linear(40, 1))
-    capture, recipe = set_up(model, mechanism, noise=2.0, step=step)
+    capture, config = set_up(model, mechanism, noise=2.0, step=step)
     flat = capture.new_flat().zero_()
-    release(Clipped([], flat), [], capture, recipe, Ranks(1, 0, lambda tensor: None), step)
+    ranks = Ranks(1, 0, lambda tensor: None)
+    release(Clipped([], flat), [], capture, config.open([]), ranks, step)
     return capture, flat
 
 

@@ -104,8 +104,9 @@ class Kernel:
     shard_offsets: Sequence[tuple[int, int]]
     order_B: Tensor | None = None
     has_whole_rows: bool = True
-    selected_R: Tensor | None = None
     layout: Any = None
+    bags: Any = None
+    state: Any = None
 
 
 def lookup(layout: Layout, bags: list[list[int]], gradient_BE: Any) -> Lookup:

@@ -10,7 +10,8 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dpsparse import LazyDP
-from lightning_dpsparse.mechanisms.lazydp import Debts, is_felt, payment_grid
+from lightning_dpsparse.mechanisms.lazydp.debts import Debts
+from lightning_dpsparse.mechanisms.lazydp.weight_grid import is_felt, payment_grid
 from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from tests.support.debts import NAMES, SHARD_OFFSETS, STDDEV, STEPS, WIDTH, indebted

@@ -20,6 +20,7 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
+from lightning_dpsparse.refused import Refused
 from tests.support.fest_runs import REPLAYED, Selecting, fest, plan, rows_in, select, selected_by
 from tests.support.private_runs import BATCH, SIZE, Marked, ledger_of, strict_collate
 from tests.support.ranks import Ranks
@@ -173,7 +174,7 @@ def test_a_selection_that_the_target_does_not_cover_is_not_made(
     other, checkpoint = plan(fest(k=9), epsilon=target), finished.again()
     try:
         again = one_rank.run(select, 1, other, tmp_path, resume=checkpoint, max_epochs=2)[0]
-    except RuntimeError as refused:
+    except Refused as refused:
         assert "budget" in str(refused)  # noqa: PT017
         return
     assert ledger_of(again).epsilon(1e-3) <= target

@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_dpsparse import LazyDP, Placement
-from lightning_dpsparse.mechanisms import lazydp
+from lightning_dpsparse.mechanisms.lazydp.debts import Debts
+from lightning_dpsparse.mechanisms.lazydp.weight_grid import largest_of
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.cut import PrivateLookup
 from tests.support.lazydp_runs import EAGER, LAZY
@@ -66,14 +67,14 @@ def broken_off(mechanism: Any, *, unpaid: bool, go_on: bool, module: Breaking | 
     """A fit that fails in its seventh step, then perhaps another fit of the same module."""
     module = module or Breaking()
     module.fail_at = 6
-    pay_chunk = lazydp.Debts.pay_chunk
+    pay_chunk = Debts.pay_chunk
     if unpaid:  # as if the process had had no time to pay
-        lazydp.Debts.pay_chunk = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore
+        Debts.pay_chunk = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore
     try:
         with pytest.raises((ArithmeticError, MemoryError)):
             fit(1, Placement(), mechanism, module)
     finally:
-        lazydp.Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
+        Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
     if go_on:
         module.fail_at = None
         fit(1, Placement(), mechanism, module)
@@ -124,20 +125,20 @@ class Interrupting(Callback):
 
         steps = trainer.strategy.private_run.stepper
         with pytest.raises(KeyboardInterrupt):
-            steps.pay_all(until_the_fourth)
-        pay_chunk, calls = lazydp.Debts.pay_chunk, iter(range(100))
+            steps.before_release(until_the_fourth)
+        pay_chunk, calls = Debts.pay_chunk, iter(range(100))
 
         def failing(self: Any, *chunk: int) -> None:
             if next(calls) == 4:
                 raise MemoryError
             pay_chunk(self, *chunk)
 
-        lazydp.Debts.pay_chunk = failing  # type: ignore[method-assign]
+        Debts.pay_chunk = failing  # type: ignore[method-assign]
         try:
             with pytest.raises(MemoryError):
                 module.state_dict()
         finally:
-            lazydp.Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
+            Debts.pay_chunk = pay_chunk  # type: ignore[method-assign]
 
 
 def interrupted() -> Any:
@@ -165,8 +166,8 @@ class Bar:
 class Watching(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         steps, first, second = trainer.strategy.private_run.stepper, Bar(), Bar()
-        steps.pay_all(first)
-        steps.pay_all(second)
+        steps.before_release(first)
+        steps.before_release(second)
         module.shown = (first.shown, second.shown)
 
 
@@ -190,12 +191,12 @@ def outgrown() -> list[tuple[float, float, bool]]:
     (collection,) = [m for m in module.modules() if isinstance(m, PrivateLookup)]
     seen = []
     for factor in (1.0, 2.0**12):
-        for debts in collection.debts.values():
+        for debts in collection.states.values():
             for weight in debts._weights:
                 weight.mul_(factor)
-            debts.note_all_paid()
+            debts.note_work_done()
             assert debts.grid is not None
-            largest = lazydp.largest_of(debts._weights)
+            largest = largest_of(debts._weights)
             grid = debts.grid
             is_on = all(torch.equal(w, (w / grid).round() * grid) for w in debts._weights)
             seen.append((grid, largest, is_on))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -20,10 +20,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_dpsparse import DPSGD, FEST, NoisyHistogram, PrivacyPlan, Selection
 from lightning_dpsparse.engine.lookups import Layout
+from lightning_dpsparse.engine.state import StepNoise
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.selection import Histogram
+from lightning_dpsparse.mechanisms.selection.counter import IdCounter
+from lightning_dpsparse.mechanisms.selection.state import SelectedRows
+from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.noise.sources import FastNoise
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
-from lightning_dpsparse.sharded.selected import IdCounter, OneRowForOthers, rows_of_kernel
+from lightning_dpsparse.sharded.features import features_of
+from lightning_dpsparse.sharded.shared_rows import OneRowForOthers
+from tests.support.paper_kernel import PaperKernel
 from tests.support.private_runs import Marked, Watching, marked_loader, strict_collate
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import (
@@ -60,7 +67,7 @@ def bags(examples: list[Example], features: tuple[str, ...] = ("x", "y", "z")) -
 def counted(examples: list[Example], histogram: Histogram) -> dict[str, list[int]]:
     counter = IdCounter(TABLES, histogram)
     if examples:
-        counter.add(bags(examples))
+        counter.add(features_of(bags(examples)))
     return {name: count.tolist() for name, count in counter.counts.items()}
 
 
@@ -108,19 +115,20 @@ def test_an_example_counts_once_for_a_row_whatever_features_lead_there() -> None
 def test_batches_add_up_and_may_hold_several_parts() -> None:
     histogram = NoisyHistogram(max_ids_per_bag=2)
     counter = IdCounter(TABLES, histogram)
-    counter.add({"left": bags(MANY, ("x",)), "right": [bags(MANY, ("z", "y")), torch.ones(1)]})
-    counter.add((bags(REPEATED, ("y", "x")), {"more": bags(REPEATED, ("z",))}))
+    batch = {"left": bags(MANY, ("x",)), "right": [bags(MANY, ("z", "y")), torch.ones(1)]}
+    counter.add(features_of(batch))
+    counter.add(features_of((bags(REPEATED, ("y", "x")), {"more": bags(REPEATED, ("z",))})))
     expected = by_hand(MANY + REPEATED, histogram)
     assert {name: count.tolist() for name, count in counter.counts.items()} == expected
 
 
 def test_features_that_the_model_adds_are_not_counted() -> None:
     counter = IdCounter(TABLES[:2], NoisyHistogram())
-    counter.add(bags(ONE_HOT, ("y",)))
+    counter.add(features_of(bags(ONE_HOT, ("y",))))
     assert counter.counts["a"].tolist() == counter.counts["b"].tolist()
     assert counter.counts["a"].sum() == len(ONE_HOT)
     with pytest.raises(ValueError, match=r"of table 'b' in the data, found \['x'\]"):
-        counter.add(bags(ONE_HOT, ("x",)))
+        counter.add(features_of(bags(ONE_HOT, ("x",))))
 
 
 def test_rows_that_nobody_reads_have_a_count() -> None:
@@ -242,7 +250,7 @@ def test_unselected_ids_and_no_others_are_sent_to_one_row() -> None:
         lengths=torch.tensor([2, 1, 0, 6, 2, 0]),
         weights=torch.arange(11.0),
     )
-    mapped = OneRowForOthers(CONFIGS, CHOSEN, 1)(features)
+    (mapped,) = OneRowForOthers(CONFIGS, CHOSEN, 1)(nn.Identity(), (features,))
     assert mapped.values().tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 5, 5, 5]
     assert mapped.keys() == ["z", "y", "x"]
     assert torch.equal(mapped.lengths(), features.lengths())
@@ -258,7 +266,7 @@ def test_features_that_no_table_reads_are_left_alone() -> None:
         values=torch.tensor([3, 2, 0, 8, 10**12, -4]),
         lengths=torch.tensor([1, 1, 2, 2]),
     )
-    mapped = OneRowForOthers(CONFIGS, CHOSEN, 1)(features)
+    (mapped,) = OneRowForOthers(CONFIGS, CHOSEN, 1)(nn.Identity(), (features,))
     assert mapped.values().tolist() == [1, 2, 0, 8, 10**12, -4]
     assert mapped.weights_or_none() is None
 
@@ -270,7 +278,7 @@ def test_nobody_can_be_mapped() -> None:
         lengths=torch.zeros(0, dtype=torch.int64),
         stride=0,
     )
-    mapped = OneRowForOthers(CONFIGS, CHOSEN, 0)(features)
+    (mapped,) = OneRowForOthers(CONFIGS, CHOSEN, 0)(nn.Identity(), (features,))
     assert mapped.values().numel() == 0
     assert mapped.stride() == 0
 
@@ -279,10 +287,18 @@ def test_selected_rows_are_found_in_every_piece_of_a_table() -> None:
     """A kernel with rows 4 to 9 of one table and rows 0 to 2 of another."""
     layout = Layout((0, 1), (4, 4), (6, 3))
     rows = {"a": torch.tensor([0, 3, 4, 9, 10]), "b": torch.tensor([0, 2])}
-    found = rows_of_kernel(rows, layout, ["a", "b"], [(4, 0), (0, 0)], torch.device("cpu"))
-    assert found.tolist() == [0, 5, 6, 8]
-    nothing = rows_of_kernel(rows, layout, ["a", "b"], [(20, 0), (5, 0)], torch.device("cpu"))
-    assert nothing.numel() == 0
+    assert selected(rows, layout, [(4, 0), (0, 0)]) == [0, 5, 6, 8]
+    assert selected(rows, layout, [(20, 0), (5, 0)]) == []
+
+
+def selected(
+    rows: dict[str, Tensor], layout: Layout, shard_offsets: list[tuple[int, int]]
+) -> list[int]:
+    noise = StepNoise(FastNoise(RunKey.fixed(0)), 0.0)
+    state = SelectedRows(PaperKernel(layout, ["a", "b"], shard_offsets), noise)
+    state.set_selected_rows(rows)
+    assert state.selected_R is not None
+    return state.selected_R.tolist()
 
 
 # ---- read after training -------------------------------------------------------------------------

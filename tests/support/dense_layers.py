@@ -106,6 +106,8 @@ def dense_sum(
     capture.set_forms(DenseForms(mechanism or DenseGaussian(), model, parameters).at(7, noise))
     with capture:
         loss_B = losses()
-    recipe = StepConfig(EANA(), FlatClipping(), clip_norm, 0.0, expected_batch=1.0, noise=noise)
+    config = StepConfig(EANA(), FlatClipping(), clip_norm, 0.0, expected_batch=1.0, noise=noise)
     ranks = Ranks(len(loss_B), 0, lambda tensor: None)
-    return clipped_sums(loss_B, [], capture, recipe, ranks, 7, first_of_unit_B).dense.double()
+    state = config.open([])
+    sums = clipped_sums(loss_B, [], capture, config, state, ranks, 7, first_of_unit_B)
+    return sums.dense.double()

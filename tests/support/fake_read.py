@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ class FakeRead:
     table_names = NAMES
     shard_offsets = ((0, 0), (0, 0))
     order_B = None
+    state: Any = None
 
     @property
     def layout(self) -> Layout:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dpsparse import DPSGD, FusedOptimizer, LazyDP, Placement
-from lightning_dpsparse.mechanisms import lazydp
+from lightning_dpsparse.mechanisms.lazydp import weight_grid
 from lightning_dpsparse.noise.sources import RowNoise
 from tests.support.naive_step import Batches, plan
 from tests.support.tiny_model import Bags, Recording, assemble, collate, make_trainer, snapshot
@@ -62,7 +62,7 @@ def unmoved() -> Iterator[None]:
     """Noise lands on a grid as fine as its own, and nobody moves it first: what is left is what
     LazyDP does, to the last digits. (That it is moved is `noise/test_regrid.py`'s to test.)"""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(lazydp, "_ENOUGH_NOISE", 1 << 20))
+        patches.enter_context(mock.patch.object(weight_grid, "_ENOUGH_NOISE", 1 << 20))
         patches.enter_context(
             mock.patch.object(RowNoise, "dither_", lambda _, out, *rest: out.zero_())
         )

@@ -19,12 +19,14 @@ from lightning_dpsparse import AdaFEST, FusedOptimizer, PrivacyPlan
 from lightning_dpsparse.engine.lookups import Bags, Layout, Lookup
 from lightning_dpsparse.engine.mechanism import BatchReads
 from lightning_dpsparse.engine.rounding import fixed_price, price
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.state import StepNoise
 from lightning_dpsparse.engine.step_inputs import Ranks
-from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.mechanisms.selection.state import SelectedRows
+from lightning_dpsparse.noise.keys import RunKey, Stream
 from lightning_dpsparse.noise.sources import NoiseSource, RowNoise
 from tests.support import tiny_model as small
 from tests.support.naive_step import EXPECTED
+from tests.support.paper_kernel import PaperKernel
 from tests.support.plain_training import update
 from tests.support.reference import Reference
 
@@ -65,8 +67,10 @@ class PaperRead:
         width = self.bags.layout.columns[-1].stop
         return Lookup(self.bags, torch.zeros(self.bags.num_examples, width, dtype=torch.float64))
 
-    def apply(self, gradients: list[RowGradient]) -> None:
-        raise AssertionError("nothing is applied on paper")
+    def __post_init__(self) -> None:
+        kernel = PaperKernel(self.layout, self.table_names, self.shard_offsets)
+        self.state = SelectedRows(kernel, StepNoise(RowNoise(RunKey.fixed(0)), 0.0))
+        self.state.selected_R = self.selected_R
 
 
 def paper_read(layout: Layout, examples: Sequence[Example], **kwargs: Any) -> PaperRead:

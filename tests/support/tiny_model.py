@@ -280,14 +280,13 @@ def snapshot(module: LightningModule) -> dict[str, Any]:
     """This rank's tables with their optimizer state, and the dense state dict."""
     pieces = []
     for path, kernel in local_kernels(module):
+        tables = kernel.module.config.embedding_tables
         states = (
-            [{}] * len(kernel.config.embedding_tables)
-            if kernel.emb_module.optimizer is EmbOptimType.EXACT_SGD
-            else kernel.emb_module.get_optimizer_state()
+            [{}] * len(tables)
+            if kernel.optimizer is EmbOptimType.EXACT_SGD
+            else kernel.module.emb_module.get_optimizer_state()
         )
-        for table, weight, state in zip(
-            kernel.config.embedding_tables, kernel.split_embedding_weights(), states
-        ):
+        for table, weight, state in zip(tables, kernel.table_weights(), states):
             place = table.local_metadata
             pieces.append(
                 (

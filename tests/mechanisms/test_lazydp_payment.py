@@ -12,30 +12,31 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse import LazyDP
+from lightning_dpsparse.engine.state import finish
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, RowNoise, SecureNoise
-from lightning_dpsparse.sharded.debts import pay_all
 from tests.support.debts import indebted
 
 
 class OneStack:
-    """A kernel's debts without a kernel."""
+    """The state of a kernel's tables, and a kernel, of one stack."""
 
     def __init__(self, source: Any) -> None:
         self.debts, clock, self.weight = indebted(source, LazyDP(chunk_rows=128))
         clock.tick(0, 1.0, 0.5)
         clock.tick(1, 1.0, 0.25)
         self.is_noted = False
+        self.kernel = self
 
-    def chunks(self) -> Iterator[Callable[[], None]]:
+    def pending_work(self) -> Iterator[Callable[[], None]]:
         for chunk in self.debts.chunks():
             yield partial(self.debts.pay_chunk, *chunk)
 
     @contextmanager
-    def paying(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         yield
 
-    def note_all_paid(self) -> None:
+    def note_work_done(self) -> None:
         self.is_noted = True
 
 
@@ -44,7 +45,7 @@ def paid(source: Any, threads: int) -> Tensor:
     stack: Any = OneStack(source(RunKey.fixed(2)))
     try:
         torch.set_num_threads(threads)
-        pay_all([stack])
+        finish([stack])
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

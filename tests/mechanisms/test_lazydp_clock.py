@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dpsparse.engine.deferred import Clock
+from lightning_dpsparse.mechanisms.lazydp.clock import Clock
 
 CPU = torch.device("cpu")
 
