@@ -25,7 +25,7 @@ from benchmarks.step_time import get_ready, one_thread
 from lightning_dpsparse import DPSGD, EANA, AdaFEST, LazyDP
 from lightning_dpsparse.audit.one_run import OneRunResult
 from lightning_dpsparse.engine.mechanism import Mechanism
-from lightning_dpsparse.recipe import quiet
+from lightning_dpsparse.recipe import hide_upstream_warnings
 
 CASES: list[tuple[str, Mechanism, int]] = [
     ("as it is", DPSGD(), 1),
@@ -119,7 +119,7 @@ def _rank(
         RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
         WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
     )  # fmt: skip
-    quiet()
+    hide_upstream_warnings()
     one_thread()
     # All ranks toss the same coins.
     return [audit(variant, mechanism, world_size, seed=run, canaries=20_000) for run in range(runs)]

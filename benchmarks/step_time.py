@@ -58,7 +58,7 @@ from lightning_dpsparse import (
 from lightning_dpsparse.engine.dense import DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.models import DLRMModule
-from lightning_dpsparse.recipe import quiet
+from lightning_dpsparse.recipe import hide_upstream_warnings
 from lightning_dpsparse.sharded.shards import tables_on_meta
 
 NUM_COUNTS = 13
@@ -267,7 +267,7 @@ def start_process_group() -> None:
 def get_ready() -> None:
     """What a process that measures needs, once."""
     warnings.filterwarnings("ignore")
-    quiet()
+    hide_upstream_warnings()
     one_thread()
     start_process_group()
 

@@ -1,4 +1,16 @@
-"""The command line: LightningCLI for recipes, and a few tools beside it."""
+"""The command line: `lightning-dpsparse COMMAND ...`.
+
+Three kinds of commands share one entry point. `fit`, `validate`, `test` and `predict` run a recipe
+and belong to LightningCLI (`recipe.py`). `calibrate`, `account` and `report` answer questions about
+privacy without training (`calculator.py`), and `audit` attacks a model that it trains
+(`audit/command.py`). The rest are small tools whose options are in this file. Each command imports
+what it needs when it is called, so that `--help` is quick and `doctor` can speak where torch is
+broken.
+
+A user's mistake ends in one line: an error of argparse with exit code 2, or a `Refused` that `main`
+prints with exit code 1. Every other exception is a fault of the program or of a user's own module,
+and keeps its traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +18,88 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.version import __version__
 
-_DESCRIPTION = """Train sharded TorchRec recommenders from YAML recipes.
+_DESCRIPTION = """Train sharded TorchRec recommenders with differential privacy, from YAML recipes.
 
 recipes:
-  fit, validate, test, predict     run a recipe: fit --config recipes/dlrm_synthetic.yaml
+  fit, validate, test, predict     run a recipe, for example: fit --config dlrm_lazydp
+  recipes                          list the recipes that come with the package
 privacy:
-  calibrate --epsilon E --examples N --batch B --steps T    how much noise a target needs
-  account --noise-multiplier S --examples N --batch B --steps T    what a run costs
-  report RUN_DIR                         what a run's privacy report says
-  audit one-run, audit secret-sharer     train with canaries, and measure what leaks
+  calibrate --epsilon E --examples N --batch B --steps T    say how much noise a target needs
+  account --noise-multiplier S --examples N --batch B --steps T    say what a run costs
+  report RUN_DIR                         print what the privacy report of a run says
+  audit one-run, audit secret-sharer     train with canaries and measure what leaks
 tools:
   prepare criteo FILE... --output DIR    turn Criteo's text files into arrays, once
   consolidate CHECKPOINT FILE            turn a sharded checkpoint into one ordinary file
   doctor                                 say what is installed and what is wrong with it
 
-Add --help to any of them."""
+--config takes the path of a YAML file or the name of a recipe that comes with the package.
+Add --help to any command to see its options."""
+
+_RECIPE_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `lightning-dpsparse` and `python -m lightning_dpsparse`."""
     argv = list(sys.argv[1:] if args is None else args)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: lightning-dpsparse COMMAND ...\n\n{_DESCRIPTION}")
-    elif argv[0] == "--version":
-        print(f"lightning_dpsparse {__version__}")
-    elif argv[0] in _TOOLS:
-        try:
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(f"usage: lightning-dpsparse COMMAND ...\n\n{_DESCRIPTION}")
+        elif argv[0] == "--version":
+            print(f"lightning_dpsparse {__version__}")
+        elif argv[0] in _TOOLS:
             _TOOLS[argv[0]](argv[1:])
-        except Refused as error:
-            sys.exit(f"error: {error}")
-    else:
-        _run_recipe(args)
+        elif argv[0] in _RECIPE_COMMANDS or argv[0].startswith("-"):
+            _run_recipe(args)
+        else:
+            _refuse_command(argv[0])
+    except Refused as refusal:
+        sys.exit(f"error: {refusal}")
+
+
+def _refuse_command(command: str) -> None:
+    commands = (*_RECIPE_COMMANDS, *_TOOLS)
+    close = get_close_matches(command, commands, n=1)
+    parser = argparse.ArgumentParser(
+        prog="lightning-dpsparse", usage="lightning-dpsparse COMMAND ..."
+    )
+    parser.error(
+        f"unknown command {command!r}. "
+        + (f"Did you mean {close[0]}? " if close else "")
+        + f"The commands are {', '.join(commands)}."
+    )
 
 
 def _run_recipe(args: Sequence[str] | None) -> None:
-    """fit, validate, test or predict."""
-    import torch
+    """Run `fit`, `validate`, `test` or `predict`."""
+    from lightning_dpsparse.recipe import RecipeCLI, recipe_session
 
-    from lightning_dpsparse.recipe import RecipeCLI, quiet
-
-    quiet()
-    ours = not torch.distributed.is_initialized()
-    try:
+    with recipe_session():
         RecipeCLI(description=_DESCRIPTION, args=args)
-    except Refused as error:
-        sys.exit(f"error: {error}")
-    finally:
-        if ours and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+
+
+def _recipes(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-dpsparse recipes",
+        description="List the recipes that come with the package. Run one by its name: "
+        "lightning-dpsparse fit --config NAME. To change one, print it into a file of your own: "
+        "lightning-dpsparse recipes NAME > my_recipe.yaml.",
+    )
+    parser.add_argument("name", nargs="?", help="print the YAML of this recipe instead of the list")
+    options = parser.parse_args(argv)
+
+    from lightning_dpsparse.recipe_files import find_recipe, list_recipes
+
+    if options.name is None:
+        print(list_recipes())
+    else:
+        print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
 
 
 def _prepare(argv: list[str]) -> None:
@@ -70,36 +111,45 @@ def _prepare(argv: list[str]) -> None:
     formats = parser.add_subparsers(dest="format", required=True)
     criteo = formats.add_parser(
         "criteo",
-        help="Criteo's display-advertising logs: the Kaggle training file or 1TB day files",
-        description="Tokens are hashed by a fixed public function into --num-rows rows per feature "
-        "(row 0 stands for a missing token). A vocabulary counted from the data would leak it.",
+        help="read Criteo's display-advertising logs: the Kaggle training file or 1TB day files",
+        description="Turn Criteo's logs into arrays. Tokens are hashed by a fixed public function "
+        "into --num-rows rows per feature; row 0 stands for a missing token. A vocabulary that was "
+        "counted from the data would leak it.",
     )
     criteo.add_argument(
-        "files", nargs="+", type=Path, help="text files, may end in .gz .zst .bz2 .lz4"
+        "files",
+        nargs="+",
+        type=Path,
+        help="text files; their names may end in .gz, .zst, .bz2 or .lz4",
     )
-    criteo.add_argument("--output", type=Path, required=True, help="directory to write to")
+    criteo.add_argument("--output", type=Path, required=True, help="the directory to write to")
     criteo.add_argument(
-        "--num-rows", default="table3", metavar="N[,N...]",
-        help="rows per feature: one number for all 26, 26 numbers, or 'table3' for the vocabulary "
-        "sizes of the AdaFEST paper (default)",
+        "--num-rows", type=_num_rows, default="table3", metavar="N[,N...]",
+        help="rows per feature: one number for all 26 features, 26 numbers, or 'table3' for the "
+        "vocabulary sizes of the AdaFEST paper (default: table3)",
     )  # fmt: skip
     options = parser.parse_args(argv)
 
     from lightning_dpsparse.data.prepare import prepare_criteo
 
-    num_rows = _parse_num_rows(options.num_rows)
     for file in options.files:
         output = options.output / file.name.split(".")[0]
-        prepared = prepare_criteo(file, output, num_rows)
+        prepared = prepare_criteo(file, output, options.num_rows)
         print(f"{prepared.summary()} -> {output}")
 
 
-def _parse_num_rows(text: str) -> list[int]:
-    from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS
-
+def _num_rows(text: str) -> list[int]:
+    """The value of `--num-rows` as one number of rows for each of Criteo's 26 features."""
     if text == "table3":
+        from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS
+
         return ADAFEST_NUM_ROWS
-    numbers = [int(word) for word in text.split(",")]
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected one number, 26 numbers with commas between them, or 'table3', found {text!r}"
+        ) from None
     return numbers * 26 if len(numbers) == 1 else numbers
 
 
@@ -109,30 +159,37 @@ def _consolidate(argv: list[str]) -> None:
         description="Turn a sharded checkpoint directory into one file in Lightning's layout, "
         "whose state_dict loads into the same model with ordinary, unsharded tables.",
     )
-    parser.add_argument("checkpoint", type=Path, help="directory that training saved")
-    parser.add_argument("output", type=Path, help="file to write")
+    parser.add_argument("checkpoint", type=Path, help="the directory that training saved")
+    parser.add_argument("output", type=Path, help="the file to write")
     options = parser.parse_args(argv)
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        found = "a directory" if options.output.is_dir() else "that its directory does not exist"
+        raise Refused(
+            f"Expected {str(options.output)!r} to be a file to write, in a directory that exists, "
+            f"found {found}. Name a file, and make its directory first."
+        )
 
     import torch
 
     from lightning_dpsparse.sharded.checkpoint import consolidate
 
     torch.save(consolidate(options.checkpoint), options.output)
-    print(f"written to {options.output}")
+    print(f"The checkpoint was written to {options.output}.")
 
 
 def _doctor(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-dpsparse doctor",
-        description="Say what is installed and what is wrong with it. Exits with 1 on a problem.",
+        description="Say what is installed, which versions are supported, and what is wrong. The "
+        "exit code is 1 if there is a problem.",
     )
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(argv)
 
-    from lightning_dpsparse.doctor import diagnose, report
+    from lightning_dpsparse.doctor import diagnose, show_diagnosis
 
     found = diagnose()
-    print(json.dumps(found, indent=2) if options.json else report(found))
+    print(json.dumps(found, indent=2) if options.json else show_diagnosis(found))
     sys.exit(1 if found["problems"] else 0)
 
 
@@ -149,9 +206,9 @@ def _account(argv: list[str]) -> None:
 
 
 def _audit(argv: list[str]) -> None:
-    from lightning_dpsparse.audit.command import main as audit_main
+    from lightning_dpsparse.audit.command import run_audit
 
-    audit_main(argv)
+    run_audit(argv)
 
 
 def _report(argv: list[str]) -> None:
@@ -161,6 +218,7 @@ def _report(argv: list[str]) -> None:
 
 
 _TOOLS: dict[str, Callable[[list[str]], None]] = {
+    "recipes": _recipes,
     "calibrate": _calibrate,
     "account": _account,
     "report": _report,

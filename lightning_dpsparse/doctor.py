@@ -1,6 +1,10 @@
 """`lightning-dpsparse doctor`: what is installed, and what is wrong with it.
 
-Imports nothing heavy into this process: a broken FBGEMM can take its process down.
+TorchRec, FBGEMM and torch are built for each other, and a wrong pair fails late and strangely: a
+missing symbol, a crash in a kernel. The doctor names the installed versions, says which sets of
+them are supported (`versions.py`), and tries a lookup and the import of the strategy. It tries
+them in child processes and imports nothing heavy into its own, because a broken FBGEMM can take its
+process down. Every problem is told with a remedy.
 """
 
 from __future__ import annotations
@@ -9,15 +13,23 @@ import json
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from typing import Any
 
 from lightning_dpsparse.version import __version__
+from lightning_dpsparse.versions import (
+    SUPPORTED_SETS,
+    distribution_version,
+    is_supported,
+    members_of_set,
+    show_supported,
+    show_versions,
+)
 
 _DISTRIBUTIONS = (
     "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai", "lightning",
     "pytorch-lightning", "torchmetrics", "jsonargparse", "pyarrow",
 )  # fmt: skip
+_INSTALL = "On CPU run `make setup`, on CUDA run `pip install -e .` (README, Install)."
 
 _PROBE = """
 import json, torch
@@ -43,7 +55,7 @@ tables(torch.tensor([1, 2], device=at), torch.tensor([0, 2], device=at)).sum().b
 
 def diagnose() -> dict[str, Any]:
     """Versions, backends and devices, with a list of problems in words."""
-    versions = {name: _version(name) for name in _DISTRIBUTIONS}
+    versions = {name: distribution_version(name) for name in _DISTRIBUTIONS}
     probe, failure = _run(_PROBE)
     found: dict[str, Any] = json.loads(probe) if failure is None else {}
     problems = package_problems(versions)
@@ -69,6 +81,8 @@ def diagnose() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions,
+        "supported": [str(one) for one in SUPPORTED_SETS],
+        "is_supported": is_supported(members_of_set(versions)),
         "devices": found.get("cuda_devices") or ["cpu"],
         "cuda_build": found.get("cuda_build"),
         "backends": found.get("backends", []),
@@ -77,9 +91,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def package_problems(versions: dict[str, str | None]) -> list[str]:
-    """What the installed distributions alone give away.
-
-    Releases go in step: fbgemm 1.X is built for torch 2.(X+5).
+    """What is wrong with the installed distributions, judged by their versions alone.
 
     >>> fbgemm = {"fbgemm-gpu": "1.6.0", "fbgemm-gpu-cpu": None}
     >>> others = {"torch": "2.13.0", "torchrec": "1.8.0", "lightning": "2.6.6"}
@@ -87,27 +99,31 @@ def package_problems(versions: dict[str, str | None]) -> list[str]:
     ['fbgemm 1.6.0 is built for torch 2.11, found torch 2.13.0: ...']
     """
     problems = [
-        f"{name} is not installed. Run: pip install -e . (CUDA) or make setup (CPU)."
+        f"{name} is not installed. {_INSTALL}"
         for name in ("torch", "torchrec", "lightning")
         if versions.get(name) is None
     ]
     cuda, cpu = versions.get("fbgemm-gpu"), versions.get("fbgemm-gpu-cpu")
-    is_shim = cuda is not None and cuda.endswith("+cpu")
-    if cuda is not None and cpu is not None and not is_shim:
+    if cuda is not None and cpu is not None and not cuda.endswith("+cpu"):
         problems.append(
             f"Both fbgemm-gpu {cuda} (CUDA) and fbgemm-gpu-cpu {cpu} are installed: they share one "
             "folder, so neither is whole. Remove both, then install one of them (README, Install)."
         )
-    fbgemm = cpu if is_shim or cuda is None else cuda
+    installed = members_of_set(versions)
+    torch, fbgemm = installed["torch"], installed["fbgemm"]
     if fbgemm is None:
-        problems.append("No fbgemm is installed. On CPU: make setup. On CUDA: pip install -e .")
-    elif versions.get("torch") is not None:
-        torch_minor = _minor(str(versions["torch"]))
-        if torch_minor != _minor(fbgemm) + 5:
-            problems.append(
-                f"fbgemm {fbgemm} is built for torch 2.{_minor(fbgemm) + 5}, found torch "
-                f"{versions['torch']}: its kernels may crash. Install the matching pair."
-            )
+        problems.append(f"No fbgemm is installed. {_INSTALL}")
+    elif torch is not None and _minor(torch) != _minor(fbgemm) + 5:
+        # Releases go in step: fbgemm 1.X is built for torch 2.(X+5).
+        problems.append(
+            f"fbgemm {fbgemm} is built for torch 2.{_minor(fbgemm) + 5}, found torch {torch}: its "
+            f"kernels may crash. Install a supported set: {show_supported()}. {_INSTALL}"
+        )
+    if not problems and not is_supported(installed):
+        problems.append(
+            f"Expected a supported set of versions ({show_supported()}), found "
+            f"{show_versions(installed)}: nobody has run the tests with it. {_INSTALL}"
+        )
     return problems
 
 
@@ -115,8 +131,9 @@ def _minor(version: str) -> int:
     return int(version.split(".")[1])
 
 
-def report(found: dict[str, Any]) -> str:
-    """The diagnosis for people."""
+def show_diagnosis(found: dict[str, Any]) -> str:
+    """The diagnosis as text for people."""
+    verdict = "yes" if found["is_supported"] else "NO"
     lines = [
         f"lightning_dpsparse {found['lightning_dpsparse']}, Python {found['python']}, "
         f"{found['platform']}",
@@ -124,6 +141,10 @@ def report(found: dict[str, Any]) -> str:
         f"  {'backends':<20} {', '.join(found['backends']) or 'none'}",
         f"  {'devices':<20} {', '.join(found['devices'])}"
         + (f" (CUDA {found['cuda_build']} build)" if found["cuda_build"] else ""),
+        "",
+        "Supported sets of versions:",
+        *(f"  {one}" for one in found["supported"]),
+        f"The installed set is supported: {verdict}.",
     ]
     if found["problems"]:
         lines += ["", "Problems:", *(f"  - {problem}" for problem in found["problems"])]
@@ -132,15 +153,8 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _run(code: str) -> tuple[str, str | None]:
-    """Output of a child interpreter, and the last line of its complaint if it failed."""
+    """The last line that a child interpreter prints, and the last line of its error if it fails."""
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

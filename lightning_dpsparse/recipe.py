@@ -1,22 +1,54 @@
-"""LightningCLI, fitted to recipes."""
+"""LightningCLI, fitted to recipes.
+
+A recipe is a YAML file that names a model, its data and a trainer by class path, with their
+arguments. LightningCLI turns it into objects and checks every argument against the signatures.
+`RecipeCLI` adds two things: `--config` also takes the name of a recipe that comes with the package
+(`recipe_files.py`), and `devices: auto` follows torchrun. `cli.py` calls it for `fit`, `validate`,
+`test` and `predict`, and `audit/command.py` for `audit`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch
+import torch
+from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from lightning_dpsparse import register_strategy
+from lightning_dpsparse.recipe_files import find_recipe
+from lightning_dpsparse.refused import Refused
+
+
+class ActionRecipe(ActionConfigFile):
+    """`--config`: the path of a recipe, the name of a shipped one, or settings as YAML text."""
+
+    @override
+    def __call__(
+        self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        # Settings that are written out in place of a path have a colon; jsonargparse reads them.
+        found = values if ":" in values else str(find_recipe(values))
+        try:
+            super().__call__(parser, cfg, found, option_string)
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refused(
+                f"Expected a recipe that can be read as text at {found!r}, found none ({error}). "
+                "Name a YAML file in UTF-8."
+            ) from error
 
 
 class RecipeCLI(LightningCLI):
-    """Any LightningModule, any LightningDataModule, by class path."""
+    """Runs any LightningModule on any LightningDataModule; a recipe names both by class path."""
 
     def __init__(self, description: str = "", **kwargs: Any) -> None:
         register_strategy()
@@ -31,6 +63,37 @@ class RecipeCLI(LightningCLI):
         )
 
     @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """As Lightning does it, except that `--config` takes names of recipes too."""
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.pytorch.__version__}"])
+        parser = LightningArgumentParser(**kwargs)
+        parser.add_argument(
+            "-c",
+            "--config",
+            action=ActionRecipe,
+            help="A YAML file, or the name of a recipe that comes with the package. "
+            "`lightning-dpsparse recipes` lists these.",
+        )
+        return parser
+
+    @override
+    def instantiate_classes(self) -> None:
+        """As Lightning does it, except that the error of a constructor stays what it is."""
+        make = _MakeObject()
+        self.parser.add_instantiator(make, object, subclasses=True)
+        try:
+            super().instantiate_classes()
+            return
+        except _PassingRefusal as passing:
+            refusal = passing.refusal
+        except ValueError as error:
+            # Lightning makes the model and the data itself; jsonargparse keeps their first error.
+            if not isinstance(error.__cause__, Refused):
+                raise error from make.error or error.__cause__
+            refusal = error.__cause__
+        raise refusal  # outside of `except`, so that jsonargparse's error is not shown with it
+
+    @override
     def before_instantiate_classes(self) -> None:
         """Under torchrun, `devices: auto` means the processes that torchrun started."""
         trainer = self._get(self.config, "trainer")
@@ -40,16 +103,60 @@ class RecipeCLI(LightningCLI):
             trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // local
 
 
-def quiet() -> None:
-    """Leave out what a user of a recipe can do nothing about."""
+@contextmanager
+def recipe_session() -> Iterator[None]:
+    """Run a recipe inside this block: without noise in the log, and with a process group that ends.
+
+    A run starts a process group. One that was there before the block is left as it is.
+    """
+    hide_upstream_warnings()
+    had_group = torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if not had_group and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def hide_upstream_warnings() -> None:
+    """Hide warnings of Lightning and torch about which the user of a recipe can do nothing."""
     for message in (
         ".*isinstance.treespec, LeafSpec.*is deprecated.*",  # Lightning and torch's pytree
         ".*does not have many workers which may be a bottleneck.*",
+        ".*args parameter is intended to run from within Python.*",  # `audit` does, by design
         ".*DistributedSampler. with the dataloaders.*",  # this strategy replaces that sampler
     ):
         warnings.filterwarnings("ignore", message)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+
+
+class _PassingRefusal(BaseException):
+    """Carries a refusal past `except Exception`."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
+class _MakeObject:
+    """Makes an object of a recipe, and saves the error of its constructor from jsonargparse.
+
+    An argument of several types (`str | Strategy`) is tried with one after the other. jsonargparse
+    catches every `Exception` on the way, and raises a page of text about all the types at the end.
+    """
+
+    error: Exception | None = None
+    """The latest error of a constructor that was no refusal."""
+
+    def __call__(self, class_type: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return class_type(*args, **kwargs)
+        except Refused as refusal:
+            raise _PassingRefusal(refusal) from None
+        except Exception as error:
+            self.error = error
+            raise
 
 
 def _no_advertisement(record: logging.LogRecord) -> bool:

@@ -38,14 +38,22 @@ SUPPORTED_SETS = (VersionSet(torch="2.13", torchrec="1.8", fbgemm="1.8", lightni
 
 def installed_versions() -> dict[str, str | None]:
     """The installed version of each member of a `VersionSet`; None for what is not installed."""
-    fbgemm = fbgemm_build(
-        distribution_version("fbgemm-gpu"), distribution_version("fbgemm-gpu-cpu")
-    )
+    names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "lightning")
+    return members_of_set({name: distribution_version(name) for name in names})
+
+
+def members_of_set(distributions: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The members of a `VersionSet`, from versions of distributions.
+
+    >>> members_of_set({"torch": "2.13.0", "fbgemm-gpu": "1.8.0+cpu", "fbgemm-gpu-cpu": "1.8.0"})
+    {'torch': '2.13.0', 'torchrec': None, 'fbgemm': '1.8.0', 'lightning': None}
+    """
+    cuda, cpu = distributions.get("fbgemm-gpu"), distributions.get("fbgemm-gpu-cpu")
     return {
-        "torch": distribution_version("torch"),
-        "torchrec": distribution_version("torchrec"),
-        "fbgemm": fbgemm,
-        "lightning": distribution_version("lightning"),
+        "torch": distributions.get("torch"),
+        "torchrec": distributions.get("torchrec"),
+        "fbgemm": fbgemm_build(cuda, cpu),
+        "lightning": distributions.get("lightning"),
     }
 
 

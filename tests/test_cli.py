@@ -15,7 +15,7 @@ import yaml
 
 from lightning_dpsparse import __version__
 from lightning_dpsparse.cli import main
-from lightning_dpsparse.doctor import diagnose, package_problems, report
+from lightning_dpsparse.doctor import diagnose, package_problems, show_diagnosis
 from lightning_dpsparse.recipe import RecipeCLI
 from tests.support.ranks import Ranks
 
@@ -89,7 +89,7 @@ def test_doctor_finds_this_installation_healthy(diagnosis: dict[str, Any]) -> No
     assert found["problems"] == []
     assert "gloo" in found["backends"]
     assert found["versions"]["torchrec"] == "1.8.0"
-    text = report(found)
+    text = show_diagnosis(found)
     assert "No problem found." in text
     assert json.loads(json.dumps(found)) == found
 
@@ -121,7 +121,7 @@ def test_doctor_names_what_is_wrong(
     assert len(problems) == (0 if message is None else 1)
     if message is not None:
         assert message in problems[0]
-        assert "- " + problems[0] in report(diagnosis | {"problems": problems})
+        assert "- " + problems[0] in show_diagnosis(diagnosis | {"problems": problems})
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")

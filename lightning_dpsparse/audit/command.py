@@ -1,13 +1,19 @@
-"""`lightning-dpsparse audit`: train a recipe with canaries, and measure what leaks."""
+"""`lightning-dpsparse audit`: train a recipe with canaries, and measure what leaks.
+
+An accountant proves an upper bound on epsilon; a mistake in the code would break the proof without
+a sign. An audit looks at the trained model as an attacker would. `audit one-run` gives a lower
+bound on epsilon (`one_run.py`, `bound.py`) and fails if it is above the claim. `audit
+secret-sharer` measures how well the model remembers single examples (`secret_sharer.py`,
+`exposure.py`). Both train a recipe, as `fit` does, and take its settings on the command line.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_dpsparse import report
@@ -15,45 +21,37 @@ from lightning_dpsparse.audit.bound import CONFIDENCE
 from lightning_dpsparse.audit.canaries import auditable
 from lightning_dpsparse.audit.one_run import one_run_audit
 from lightning_dpsparse.audit.secret_sharer import REPEATS, SecretSharer
-from lightning_dpsparse.recipe import RecipeCLI, quiet
-from lightning_dpsparse.refused import Refused
-
-_RECIPES = Path(__file__).parents[2] / "recipes"
+from lightning_dpsparse.recipe import RecipeCLI, recipe_session
 
 
-def main(argv: list[str]) -> None:
-    """Everything that the parser does not know goes to the recipe: --trainer.max_steps 10."""
-    parser = _parser()
-    options, overrides = parser.parse_known_args(argv)
-    if not options.config.is_file():
-        raise Refused(f"Expected a recipe, found no file {options.config}. Name one with --config.")
-    quiet()
-    ours = not torch.distributed.is_initialized()
-    try:
-        cli = RecipeCLI(run=False, args=["--config", str(options.config), *overrides])
+def run_audit(argv: list[str]) -> None:
+    """Run `lightning-dpsparse audit`. Options that the parser does not know go to the recipe."""
+    options, overrides = _parser().parse_known_args(argv)
+    if options.report is not None:
+        report.read(options.report)  # refuses a folder without a report before it trains
+    with recipe_session():
+        cli = RecipeCLI(run=False, args=["--config", options.config, *overrides])
         options.audit(cli, options)
-    finally:
-        if ours and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _one_run(cli: RecipeCLI, options: argparse.Namespace) -> None:
     trainer, data = cli.trainer, auditable(cli.datamodule)
+    default_canaries = 2_000 if options.black_box else 100_000
     result = one_run_audit(
         trainer,
         cli.model,
         data,
-        num_canaries=options.canaries or (2_000 if options.black_box else 100_000),
+        num_canaries=default_canaries if options.canaries is None else options.canaries,
         is_white_box=not options.black_box,
         confidence=options.confidence,
         seed=options.seed,
     )
-    own = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks
+    own = Path(trainer.log_dir or trainer.default_root_dir)  # every rank must ask for log_dir
     if trainer.is_global_zero:
         for folder in (own, options.report):
             if folder is not None and (folder / report.JSON_NAME).is_file():
                 report.add_audit(folder, result.for_report())
-                print(f"added to {folder / report.HTML_NAME}")
+                print(f"The result was added to {folder / report.HTML_NAME}.")
         print(result)
     if not result.passed:
         sys.exit("AUDIT FAILED: the run is not as private as it claims. Do not release its model.")
@@ -73,49 +71,115 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a recipe with canaries in its data, and measure what the model tells "
         "about them. Settings of the recipe may follow, as with fit: --trainer.max_steps 10.",
     )
-    audits = parser.add_subparsers(required=True)
+    audits = parser.add_subparsers(required=True, metavar="{one-run,secret-sharer}")
     one_run = audits.add_parser(
         "one-run",
-        help="a lower bound on epsilon, with confidence; fails if it is above the claim",
-        description="Each canary is put into the data by a coin; an attacker guesses the coins "
-        "from the trained model (Steinke, Nasr, Jagielski 2023). Exits with 1 if the guesses "
-        "disprove the claimed epsilon.",
+        help="measure a lower bound on epsilon, and fail if it is above the claim",
+        description="A coin decides for each canary whether it is put into the data; an attacker "
+        "guesses the coins from the trained model (Steinke, Nasr, Jagielski 2023). The exit code "
+        "is 1 if the guesses disprove the claimed epsilon.",
     )
     one_run.set_defaults(audit=_one_run)
-    _recipe(one_run, "audit_one_run.yaml")
-    one_run.add_argument("--canaries", type=int, help="100,000, or 2,000 with --black-box")
+    _add_config(one_run, "audit_one_run")
     one_run.add_argument(
-        "--black-box", action="store_true", help="look at losses only, not at the canaries' rows"
+        "--canaries",
+        type=_at_least(2),
+        help="how many canaries there are (default: 100,000, or 2,000 with --black-box)",
     )
-    one_run.add_argument("--confidence", type=float, default=CONFIDENCE)
-    one_run.add_argument("--seed", type=int, help="of coins and canaries; by default a fresh one")
     one_run.add_argument(
-        "--report", type=Path, metavar="RUN_DIR", help="also add the result to this run's report"
+        "--black-box",
+        action="store_true",
+        help="let the attacker see losses only, and not the rows of the canaries",
+    )
+    one_run.add_argument(
+        "--confidence",
+        type=_confidence,
+        default=CONFIDENCE,
+        help="probability with which the lower bound holds (default: %(default)s)",
+    )
+    one_run.add_argument(
+        "--seed",
+        type=_at_least(0),
+        help="seed of the coins and the canaries, never of the noise (default: a fresh one)",
+    )
+    one_run.add_argument(
+        "--report",
+        type=Path,
+        metavar="RUN_DIR",
+        help="add the result to the privacy report in this folder too",
     )
     sharer = audits.add_parser(
         "secret-sharer",
-        help="how well the model remembers examples that it saw a few times",
+        help="measure how well the model remembers examples that it saw a few times",
         description="Random examples are put into the data a number of times each; their exposure "
-        "says how far their loss stands out (Carlini et al. 2019). Writes a table and a plot "
-        "beside the run's logs.",
+        "says how far their loss stands out (Carlini et al. 2019). A table and a plot are written "
+        "beside the logs of the run.",
     )
-    sharer.set_defaults(audit=_secret_sharer)
-    _recipe(sharer, "two_tower_synthetic.yaml")
+    sharer.set_defaults(audit=_secret_sharer, report=None)
+    _add_config(sharer, "two_tower_synthetic")
     sharer.add_argument(
-        "--repeats", type=_numbers, default=list(REPEATS), metavar="N[,N...]",
-        help="how often canaries occur in the data",
+        "--repeats", type=_repeats, default=list(REPEATS), metavar="N[,N...]",
+        help="how often canaries occur in the data "
+        f"(default: {','.join(str(repeats) for repeats in REPEATS)})",
     )  # fmt: skip
-    sharer.add_argument("--canaries", type=int, default=50, help="for each number of repeats")
-    sharer.add_argument("--references", type=int, default=16384, help="random examples not put in")
-    sharer.add_argument("--seed", type=int, default=0, help="of canaries and references")
+    sharer.add_argument(
+        "--canaries",
+        type=_at_least(1),
+        default=50,
+        help="how many canaries there are for each number of repeats (default: %(default)s)",
+    )
+    sharer.add_argument(
+        "--references",
+        type=_at_least(2),
+        default=16384,
+        help="how many random examples are kept out of the data, to compare with "
+        "(default: %(default)s)",
+    )
+    sharer.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        help="seed of the canaries and the references (default: %(default)s)",
+    )
     return parser
 
 
-def _recipe(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_config(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--config", type=Path, default=_RECIPES / default, help=f"a recipe (default: {default})"
+        "--config",
+        default=default,
+        help="the path of a recipe, or the name of one that comes with the package "
+        "(default: %(default)s)",
     )
 
 
-def _numbers(text: str) -> Sequence[int]:
-    return [int(word) for word in text.split(",")]
+# Argparse prints the message of an ArgumentTypeError, and the name of the function otherwise.
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, found {text!r}"
+            )
+        return number
+
+    return parse
+
+
+def _confidence(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 < number < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
+    return number
+
+
+def _repeats(text: str) -> Sequence[int]:
+    return [_at_least(1)(word) for word in text.split(",")]

@@ -15,7 +15,7 @@ _AT_A_TIME = 4096
 
 
 @torch.no_grad()
-def losses_of(
+def losses_on_examples(
     module: LightningModule, data: ClickData, device: torch.device, examples: Clicks
 ) -> NDArray[np.float64]:
     """The loss of each example. Where tables are sharded, all ranks ask alike."""

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
 from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
-from lightning_dpsparse.audit.example_losses import losses_of
+from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
@@ -191,6 +191,11 @@ def one_run_audit(
     Guarantees: for a run that is as private as it claims, the measured epsilon is above the claim
     with probability at most 1 - confidence.
     """
+    if num_canaries < 2 or not 0.0 < confidence < 1.0:
+        raise Refused(
+            "Expected num_canaries of at least 2 and confidence between 0 and 1, found "
+            f"{num_canaries} and {confidence}."
+        )
     plan = _strategy(trainer).privacy
     if plan is None:
         raise Refused(
@@ -209,7 +214,7 @@ def one_run_audit(
         scores = attacks_on_rows(whole_table(fitted, "canaries"), trainer.world_size)
     else:
         device = trainer.strategy.root_device
-        scores = {"low loss": -losses_of(module, data, device, put_in.canaries)}
+        scores = {"low loss": -losses_on_examples(module, data, device, put_in.canaries)}
     delta = run.budget.run.delta
     return OneRunResult(
         run.facts()["guarantee"]["epsilon"],

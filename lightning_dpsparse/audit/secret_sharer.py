@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_dpsparse.audit.canaries import auditable, insert, mark_as_audited
-from lightning_dpsparse.audit.example_losses import losses_of
+from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.audit.exposure import exposure_by_fit, exposure_by_rank
 from lightning_dpsparse.data.batch import Clicks, select
 from lightning_dpsparse.refused import Refused
@@ -89,10 +89,13 @@ class SecretSharer(Callback):
         seed: int = 0,
         folder: str | None = None,
     ) -> None:
-        if min(repeats) < 1 or canaries_per_repeat < 1 or references < 2:
+        least = min(repeats, default=0)
+        if least < 1 or canaries_per_repeat < 1 or references < 2 or seed < 0:
             raise Refused(
-                "Expected repeats and canaries_per_repeat of at least 1 and references of at least "
-                f"2, found {min(repeats)}, {canaries_per_repeat} and {references}."
+                "Expected at least one number of repeats, repeats and canaries_per_repeat of at "
+                "least 1, references of at least 2 and a seed of at least 0, found repeats "
+                f"{list(repeats)}, canaries_per_repeat {canaries_per_repeat}, references "
+                f"{references} and seed {seed}."
             )
         self.repeats_C = np.repeat(np.array(sorted(repeats)), canaries_per_repeat)
         self.references, self.seed, self.folder = references, seed, folder
@@ -115,12 +118,14 @@ class SecretSharer(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, device = auditable(trainer.datamodule), trainer.strategy.root_device  # type: ignore[attr-defined]
         assert self._examples is not None
-        canary_C, reference_R = (losses_of(pl_module, data, device, e) for e in self._examples)
+        canary_C, reference_R = (
+            losses_on_examples(pl_module, data, device, e) for e in self._examples
+        )
         self.found = exposures(self.repeats_C, canary_C, reference_R)
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
-            write(self.found, folder)
-        rank_zero_info(table(self.found))
+            write_exposures(self.found, folder)
+        rank_zero_info(show_exposures(self.found))
 
 
 def _halves(examples: Clicks, count: int) -> tuple[Clicks, Clicks]:
@@ -128,7 +133,7 @@ def _halves(examples: Clicks, count: int) -> tuple[Clicks, Clicks]:
     return select(examples, index[:count]), select(examples, index[count:])
 
 
-def table(found: list[Exposure]) -> str:
+def show_exposures(found: list[Exposure]) -> str:
     """What was found, for people."""
     lines = ["Exposure of canaries, in bits (random examples have about 1.4):"]
     lines.append("repeats  canaries  by rank  by fit")
@@ -139,7 +144,7 @@ def table(found: list[Exposure]) -> str:
     return "\n".join(lines)
 
 
-def write(found: list[Exposure], folder: Path) -> None:
+def write_exposures(found: list[Exposure], folder: Path) -> None:
     """As JSON, as a plot if it can be drawn, and into the privacy report if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     data: list[dict[str, Any]] = [asdict(exposure) for exposure in found]
@@ -151,10 +156,10 @@ def write(found: list[Exposure], folder: Path) -> None:
         rank_zero_info(f"{PLOT_NAME} was not drawn: matplotlib is not installed.")
         return
     matplotlib.use("Agg", force=False)
-    plot({"this run": found}, folder / PLOT_NAME)
+    plot_exposures({"this run": found}, folder / PLOT_NAME)
 
 
-def plot(runs: dict[str, list[Exposure]], path: Path) -> None:
+def plot_exposures(runs: dict[str, list[Exposure]], path: Path) -> None:
     """Exposure over repeats, by rank and by fit: Figure 5 of the EANA paper."""
     from matplotlib import pyplot as plt
 

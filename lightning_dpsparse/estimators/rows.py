@@ -71,7 +71,7 @@ def row_of(rows_ND: Rows) -> NDArray[np.int64]:
     return np.repeat(np.arange(rows_ND.shape[0]), np.diff(rows_ND.indptr))
 
 
-def norms_of(rows_ND: Rows, order: Literal[1, 2]) -> Array:
+def row_norms(rows_ND: Rows, order: Literal[1, 2]) -> Array:
     """The l1 or l2 norm of every row."""
     if order == 1:
         return row_sums(rows_ND, np.abs(rows_ND.data))
@@ -98,7 +98,7 @@ def clip_rows(vectors_ND: Rows, clip_norm: float, order: Literal[1, 2] = 2) -> R
     is zero.
     """
     rows_ND = as_rows(vectors_ND)
-    norms_N = norms_of(rows_ND, order)
+    norms_N = row_norms(rows_ND, order)
     return scale_rows(rows_ND, clip_norm / np.maximum(norms_N, clip_norm))
 
 

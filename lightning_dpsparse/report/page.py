@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_dpsparse.report.plot import plot
+from lightning_dpsparse.report.plot import draw_epsilon_curve
 from lightning_dpsparse.report.style import STYLE
 from lightning_dpsparse.report.text import escape, leaf
 
@@ -205,7 +205,7 @@ def _ledger(facts: Facts) -> str:
 def _over_time(facts: Facts) -> str:
     curve = facts["epsilon_over_time"]
     target = facts["target"]["epsilon"] if facts["target"] is not None else None
-    drawing = plot([(steps, eps) for steps, eps in curve if eps is not None], target)
+    drawing = draw_epsilon_curve([(steps, eps) for steps, eps in curve if eps is not None], target)
     items = "".join(
         f"<li><span>{leaf(facts, 'epsilon_over_time', i, 0)} steps</span>"
         f"<span>ε {leaf(facts, 'epsilon_over_time', i, 1)}</span></li>"

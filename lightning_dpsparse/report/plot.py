@@ -13,7 +13,7 @@ _TOP, _BOTTOM = 14, 44
 _LETTER = 7  # the width of a digit at 12px, rather more than less
 
 
-def plot(points: Sequence[tuple[int, float]], target: float | None) -> str:
+def draw_epsilon_curve(points: Sequence[tuple[int, float]], target: float | None) -> str:
     """Epsilon over steps, with a dashed line at the target; one point is enough."""
     if not points:
         return "<p>There is nothing to draw: no step has a bounded epsilon.</p>"

@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningModule, Trainer
 
+from lightning_dpsparse.audit.one_run import one_run_audit
+from lightning_dpsparse.audit.secret_sharer import SecretSharer
 from lightning_dpsparse.cli import main
+from lightning_dpsparse.data import SyntheticData
+from lightning_dpsparse.refused import Refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,10 +66,46 @@ def test_a_broken_run_fails_loudly(tmp_path: Path) -> None:
     assert "AN AUDIT FAILED" in (folder / "privacy_report.html").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")
 @pytest.mark.parametrize("name", ["one-run", "secret-sharer"])
 def test_help_and_missing_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["audit", name, "--help"])
     assert "--config" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"error: Expected a recipe, found no file nowhere.yaml"):
+    with pytest.raises(SystemExit, match=r"error: Expected the path of a recipe.* 'nowhere.yaml'"):
         main(["audit", name, "--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["one-run", "--canaries", "many"], "--canaries: expected a whole number of at least 2"),
+        (["one-run", "--canaries", "0"], "--canaries: expected a whole number of at least 2"),
+        (["one-run", "--confidence", "95"], "--confidence: expected a number between 0 and 1"),
+        (["one-run", "--seed", "-1"], "--seed: expected a whole number of at least 0"),
+        (["secret-sharer", "--repeats", "1,x"], "--repeats: expected a whole number of at least 1"),
+        (["secret-sharer", "--references", "1"], "--references: expected a whole number of at"),
+        ([], "the following arguments are required: {one-run,secret-sharer}"),
+    ],
+)
+def test_bad_options_are_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["audit", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_a_report_that_is_not_there_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: Expected privacy_report.json in .*, found none"):
+        main(["audit", "one-run", "--report", str(tmp_path)])
+
+
+def test_an_audit_called_from_python_checks_its_options() -> None:
+    trainer = Trainer(strategy="dpsparse", accelerator="cpu", devices=1, logger=False)
+    for options in ({"num_canaries": 1}, {"num_canaries": 10, "confidence": 1.0}):
+        with pytest.raises(Refused, match="num_canaries of at least 2 and confidence between"):
+            one_run_audit(trainer, LightningModule(), SyntheticData(), **options)
+    for options in ({"repeats": []}, {"seed": -1}):
+        with pytest.raises(Refused, match="at least one number of repeats"):
+            SecretSharer(**options)

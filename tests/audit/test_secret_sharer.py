@@ -11,7 +11,12 @@ import pytest
 
 from benchmarks.broken import data, model
 from lightning_dpsparse import DPSGD, FusedOptimizer, PrivacyPlan, PrivacyReport
-from lightning_dpsparse.audit.secret_sharer import Exposure, SecretSharer, plot, write
+from lightning_dpsparse.audit.secret_sharer import (
+    Exposure,
+    SecretSharer,
+    plot_exposures,
+    write_exposures,
+)
 from lightning_dpsparse.data import SyntheticMovieLens
 from lightning_dpsparse.models import DLRMModule, TwoTowerModule
 from tests.support.ranks import Ranks
@@ -108,9 +113,9 @@ def test_canaries_and_references_are_different_examples(tmp_path: Path) -> None:
 
 def test_several_runs_in_one_plot(tmp_path: Path) -> None:
     found = [Exposure(1, 5, 1.0, 1.1, 0.5, 1.5), Exposure(10, 5, 4.0, 4.2, 3.0, 5.0)]
-    plot({"SGD": found, "EANA": found}, tmp_path / "both.png")
+    plot_exposures({"SGD": found, "EANA": found}, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 1000
-    write(found, tmp_path / "new")  # no report there to join
+    write_exposures(found, tmp_path / "new")  # no report there to join
     assert not (tmp_path / "new" / "privacy_report.json").exists()
 
 

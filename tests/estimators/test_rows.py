@@ -14,7 +14,7 @@ from lightning_dpsparse.estimators.rows import (
     as_rows,
     clip_rows,
     limit_nonzeros,
-    norms_of,
+    row_norms,
     sum_of,
 )
 from tests.support.estimator_examples import matrices
@@ -41,11 +41,11 @@ def test_short_rows_stay_and_broken_ones_go() -> None:
 
 def test_repeated_columns_add_before_they_are_squared() -> None:
     rows_ND = as_rows(sparse.coo_array(([1.0, 1.0, 1.0], ([0, 0, 0], [1, 1, 1])), (1, 2)))
-    assert norms_of(rows_ND, 2).tolist() == [3.0]
+    assert row_norms(rows_ND, 2).tolist() == [3.0]
     assert sum_of(rows_ND).tolist() == [0.0, 3.0]
     # CSR arrays may repeat columns too, and keep them apart until asked.
     thrice_ND = sparse.csr_array(([1.0, 1.0, 1.0], [1, 1, 1], [0, 3]), (1, 2))
-    assert norms_of(as_rows(thrice_ND), 2).tolist() == [3.0]
+    assert row_norms(as_rows(thrice_ND), 2).tolist() == [3.0]
     assert limit_nonzeros(thrice_ND, 1).toarray().tolist() == [[0.0, 3.0]]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lightning_dpsparse import report
 from lightning_dpsparse.refused import Refused
-from lightning_dpsparse.report.plot import plot
+from lightning_dpsparse.report.plot import draw_epsilon_curve
 from lightning_dpsparse.report.text import show
 from tests.support.module_imports import imports
 
@@ -284,7 +284,7 @@ def coordinates(svg: str) -> list[tuple[float, float]]:
 
 
 def test_the_plot_is_true_to_scale() -> None:
-    svg = plot([(0, 0.0), (50, 1.0), (100, 3.0)], target=2.0)
+    svg = draw_epsilon_curve([(0, 0.0), (50, 1.0), (100, 3.0)], target=2.0)
     (x0, y0), (x1, y1), (x2, y2) = coordinates(svg)
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.02)  # coordinates have two decimals
     assert 3 * (y0 - y1) == pytest.approx(y0 - y2, abs=0.04)
@@ -297,7 +297,7 @@ def test_the_plot_is_true_to_scale() -> None:
     "points", [[(1, 0.5)], [(0, 0.0)], [(10, 1e-7), (20, 2e-7)], [(10, 5e6), (10**9, 7e8)]]
 )
 def test_the_plot_stays_in_its_frame(points: list[tuple[int, float]], target: float | None) -> None:
-    svg = plot(points, target)
+    svg = draw_epsilon_curve(points, target)
     found = Page(svg)
     assert {"title", "desc"} <= set(found.tags)
     assert ("target ε" in found.text) == (target is not None)
