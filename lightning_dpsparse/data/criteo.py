@@ -90,8 +90,27 @@ class PreparedCriteo(ClickDataset):
 
 
 def _open(path: Path) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = np.load(path, mmap_mode="r")
+    try:
+        array: NDArray[np.int32] = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise Refused(_not_prepared(path.parent, f"no {EXAMPLES_FILE} that can be read")) from error
     return array
+
+
+def _not_prepared(folder: Path, found: str) -> str:
+    return (
+        f"Expected a prepared Criteo directory at {str(folder)!r}, found {found} in it. Make it "
+        "with: lightning-dpsparse prepare criteo FILE --output DIR"
+    )
+
+
+def _read_num_rows(folder: Path) -> tuple[int, ...]:
+    try:
+        return tuple(json.loads((folder / META_FILE).read_text())["num_rows"])
+    except FileNotFoundError:
+        raise Refused(_not_prepared(folder, f"no {META_FILE}")) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(_not_prepared(folder, f"a damaged {META_FILE}")) from error
 
 
 def _common_num_rows(parts: Sequence[Part]) -> list[int]:
@@ -102,13 +121,7 @@ def _common_num_rows(parts: Sequence[Part]) -> list[int]:
                 f"Expected 0 <= start < stop <= 1 for {part.path!r}, found {part.start} and "
                 f"{part.stop}."
             )
-        meta = Path(part.path) / META_FILE
-        if not meta.is_file():
-            raise Refused(
-                f"Expected a prepared Criteo directory at {part.path!r}, found no {META_FILE} in "
-                "it. Make it with: lightning-dpsparse prepare criteo FILE --output DIR"
-            )
-        found[tuple(json.loads(meta.read_text())["num_rows"])] = part.path
+        found[_read_num_rows(Path(part.path))] = part.path
     if len(found) > 1:
         raise Refused(
             f"Expected parts hashed into the same numbers of rows, found different ones in "

@@ -265,6 +265,11 @@ class SyntheticMovieLens(WatchData):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        if min(num_users, num_items, watches_per_user) < 1:
+            raise Refused(
+                "Expected num_users, num_items and watches_per_user of at least 1, found "
+                f"{num_users}, {num_items} and {watches_per_user}."
+            )
         self.num_items, self._shape = num_items, (num_users, watches_per_user)
 
     @override

@@ -64,16 +64,23 @@ def prepare_criteo(
     if len(num_rows) != NUM_CATEGORICAL or min(num_rows) < 2:
         raise Refused(
             f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a "
-            f"missing value), found {list(num_rows)}."
+            f"missing value), found {list(num_rows)}. Give one number for all, or one for each."
         )
     if not source.is_file():
-        raise Refused(f"Expected a Criteo file at {str(source)!r}, found none.")
+        raise Refused(f"Expected a Criteo file at {str(source)!r}, found none. Check the path.")
     if source.stat().st_size == 0:
-        raise Refused(f"Expected a Criteo file, found {str(source)!r} empty.")
-    output.mkdir(parents=True, exist_ok=True)
-    partial = (
-        output / f"{EXAMPLES_FILE}.partial"
-    )  # an interrupted run leaves no half-written result
+        raise Refused(
+            f"Expected a Criteo file, found {str(source)!r} empty. Download or unpack it again."
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(
+            f"Expected a directory to write to at {str(output)!r}, found that it cannot be made "
+            f"({error.strerror}). Name another one."
+        ) from error
+    # An interrupted run leaves no result that is half written.
+    partial = output / f"{EXAMPLES_FILE}.partial"
     malformed = {"with a wrong number of columns": 0, "with a bad label": 0}
     malformed |= {"with a bad integer": 0, "with a bad token": 0}
     examples = clicks = 0

@@ -65,6 +65,20 @@ class SyntheticClicks(ClickDataset):
     ) -> None:
         if not 0.0 <= drift <= 1.0:
             raise Refused(f"Expected drift between 0 and 1, found {drift}.")
+        if not 0.0 < click_rate < 1.0:
+            raise Refused(
+                f"Expected click_rate between 0 and 1, found {click_rate}: the teacher's logit "
+                "would be infinite or no number."
+            )
+        if not num_rows or min(num_rows) < 1:
+            raise Refused(
+                f"Expected num_rows of at least 1 for at least one feature, found {num_rows}."
+            )
+        if examples_per_day < 1 or max_ids_per_bag < 1 or zipf < 0.0:
+            raise Refused(
+                "Expected examples_per_day and max_ids_per_bag of at least 1 and zipf of at least "
+                f"0, found {examples_per_day}, {max_ids_per_bag} and {zipf}."
+            )
         self.start, self.stop, self.num_rows = start, stop, num_rows
         self.examples_per_day, self.seed, self.zipf = examples_per_day, seed, zipf
         self.max_ids_per_bag, self.drift = max_ids_per_bag, drift
@@ -233,12 +247,17 @@ class SyntheticData(ClickData):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        if min(train_days, val_days, test_days) < 0:
+            raise Refused(
+                "Expected numbers of days of at least 0, found train_days, val_days and test_days "
+                f"of {train_days}, {val_days} and {test_days}."
+            )
         ends = np.cumsum([0, train_days, val_days, test_days]) * examples_per_day
         self.train_set, self.val_set, self.test_set = (
             SyntheticClicks(
                 int(start),
                 int(stop),
-                num_rows=num_rows or ADAFEST_NUM_ROWS,
+                num_rows=ADAFEST_NUM_ROWS if num_rows is None else num_rows,
                 examples_per_day=examples_per_day,
                 seed=seed,
                 zipf=zipf,

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.base import RecommenderModule, default_optimizer
 from lightning_dpsparse.models.metrics import click_metrics
+from lightning_dpsparse.refused import Refused
 
 
 class ClickModule(RecommenderModule):
@@ -58,6 +59,14 @@ def feature_names(num_features: int) -> list[str]:
     ['cat_0', 'cat_1']
     """
     return [f"cat_{i}" for i in range(num_features)]
+
+
+def check_num_rows(num_rows: list[int]) -> None:
+    """Refuse tables that cannot be."""
+    if not num_rows or min(num_rows) < 1:
+        raise Refused(
+            f"Expected num_rows with a table of at least 1 row for each feature, found {num_rows}."
+        )
 
 
 def one_table_per_feature(num_rows: list[int], widths: list[int]) -> EmbeddingBagCollection:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.click import (
     ClickModule,
+    check_num_rows,
     default_optimizer,
     log_counts,
     one_table_per_feature,
@@ -44,10 +45,11 @@ class DLRMModule(ClickModule):
         log_train_loss: bool | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, log_train_loss)
+        check_num_rows(num_rows)
         if dense_arch[-1] != embedding_dim or over_arch[-1] != 1:
             raise Refused(
                 f"Expected dense_arch to end in embedding_dim={embedding_dim} and over_arch in 1, "
-                f"found {dense_arch} and {over_arch}."
+                f"found {dense_arch} and {over_arch}. Change the last sizes."
             )
         self.num_rows, self.embedding_dim = num_rows, embedding_dim
         self.dense_arch, self.over_arch, self.num_counts = dense_arch, over_arch, num_counts

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -225,7 +226,13 @@ def _public_weights(negatives: str, num_items: int) -> Tensor | None:
             "Expected negatives to be 'uniform', or an existing .npy or .npz file with one public "
             f"weight for every item, found {negatives!r}."
         )
-    weight_R = _read(path)
+    try:
+        weight_R = _read_weights(path)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise Refused(
+            f"Expected public weights that can be read as numbers in {negatives!r}, found "
+            "something else. Write the file with numpy.save or numpy.savez."
+        ) from error
     if weight_R.shape != (num_items,) or not (np.isfinite(weight_R) & (weight_R > 0)).all():
         raise Refused(
             f"Expected {num_items:,} positive weights in {negatives!r} (in an .npz file under the "
@@ -235,7 +242,7 @@ def _public_weights(negatives: str, num_items: int) -> Tensor | None:
     return torch.from_numpy(weight_R.astype(np.float64))
 
 
-def _read(path: Path) -> NDArray[Any]:
+def _read_weights(path: Path) -> NDArray[Any]:
     if path.suffix == ".npy":
         array: NDArray[Any] = np.load(path)
         return array

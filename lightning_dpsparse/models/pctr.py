@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.click import (
     ClickModule,
+    check_num_rows,
     default_optimizer,
     feature_names,
     log_counts,
@@ -55,6 +56,7 @@ class PCTRModule(ClickModule):
         log_train_loss: bool | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, log_train_loss)
+        check_num_rows(num_rows)
         self.num_rows, self.hidden, self.num_counts = num_rows, hidden, num_counts
         self.widths = [embedding_width(rows) for rows in num_rows]
         self.tables: EmbeddingBagCollection | None = None

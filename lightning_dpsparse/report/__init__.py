@@ -18,6 +18,12 @@ from lightning_dpsparse.report.text import show
 __all__ = ["add_audit", "add_exposures", "read", "render", "show", "write"]
 
 FORMAT = 1
+_SECTIONS = (
+    "run", "created", "guarantee", "target", "ran", "ledger", "epsilon_over_time",
+    "epsilon_for_delta", "cross_check", "taints", "not_covered", "audits", "versions",
+)  # fmt: skip
+"""What every report has. Reports of older versions lack other facts."""
+
 JSON_NAME, HTML_NAME = "privacy_report.json", "privacy_report.html"
 
 
@@ -33,6 +39,12 @@ def render(facts: Mapping[str, Any]) -> str:
         raise Refused(
             f"Expected a privacy report of format {FORMAT}, found {facts.get('format')!r}. "
             "Read it with the version of lightning_dpsparse that wrote it."
+        )
+    missing = [name for name in _SECTIONS if name not in facts]
+    if missing:
+        raise Refused(
+            f"Expected a whole privacy report, found one without {', '.join(missing)}. Take the "
+            "report of a checkpoint of the same run instead."
         )
     return page(facts)
 
@@ -65,7 +77,15 @@ def read(folder: Path) -> dict[str, Any]:
         raise Refused(
             f"Expected {JSON_NAME} in {folder}, found none. Name the folder of a private run."
         )
-    found: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Refused(
+            f"Expected a privacy report as JSON in {path}, found something else. Take the report "
+            "of a checkpoint of the same run instead."
+        )
     return found
 
 

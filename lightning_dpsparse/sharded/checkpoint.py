@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,12 @@ def _check_directory(path: Path) -> None:
         raise Refused(
             f"Expected a checkpoint directory that holds {META_FILE}, found {found} at "
             f"{str(path)!r}. Pass the directory that this strategy saved."
+        )
+    # torch.save writes a zip file, and dcp.save writes its index last.
+    if not is_zipfile(path / META_FILE) or not (path / ".metadata").is_file():
+        raise Refused(
+            f"Expected a whole checkpoint at {str(path)!r}, found a damaged one: {META_FILE} or "
+            ".metadata is missing or cut off. Copy the directory again."
         )
 
 

@@ -239,3 +239,22 @@ def test_real_files_are_read_whole(
     assert (prepared.examples, sum(prepared.malformed.values())) == (examples, 0)
     if clicks is not None:
         assert prepared.clicks == clicks
+
+
+def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
+    out = prepare(tmp_path, [line("1"), line("0")])
+    whole = (out / "examples.npy").read_bytes()
+    for name, damaged in (
+        ("examples.npy", b""),
+        ("examples.npy", whole[:200]),
+        ("meta.json", b"{"),
+        ("meta.json", b"[]"),
+    ):
+        kept = (out / name).read_bytes()
+        (out / name).write_bytes(damaged)
+        with pytest.raises(Refused, match=f"a prepared Criteo directory at .*{name}"):
+            PreparedCriteo([Part(path=str(out))])
+        (out / name).write_bytes(kept)
+    (out / "examples.npy").unlink()
+    with pytest.raises(Refused, match=r"found no examples\.npy that can be read in it"):
+        PreparedCriteo([Part(path=str(out))])
