@@ -17,10 +17,11 @@ from lightning_dpsparse import __version__
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.doctor import diagnose, package_problems, show_diagnosis
 from lightning_dpsparse.recipe import RecipeCLI
+from lightning_dpsparse.recipe_files import shipped_recipes
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = list(shipped_recipes().values())
 DEMO = ROOT / "recipes" / "dlrm_synthetic.yaml"
 
 SMALL = [
@@ -53,7 +54,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(args)
     printed = capsys.readouterr().out
-    recipes = ("fit", "validate", "test", "predict")
+    recipes = ("fit", "validate", "test", "predict", "recipes")
     tools = ("calibrate", "account", "report", "audit", "prepare", "consolidate", "doctor")
     for command in recipes + tools:
         assert command in printed
@@ -62,7 +63,10 @@ def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "tool",
     [
-        *([name] for name in ("calibrate", "account", "report", "consolidate", "doctor")),
+        *(
+            [name]
+            for name in ("calibrate", "account", "report", "consolidate", "doctor", "recipes")
+        ),
         ["prepare", "criteo"],
     ],
 )
@@ -91,6 +95,9 @@ def test_doctor_finds_this_installation_healthy(diagnosis: dict[str, Any]) -> No
     assert found["versions"]["torchrec"] == "1.8.0"
     text = show_diagnosis(found)
     assert "No problem found." in text
+    assert "Supported sets of versions:\n  torch 2.13.*, torchrec 1.8.*, fbgemm 1.8.*," in text
+    assert "The installed set is supported: yes." in text
+    assert "supported: NO." in show_diagnosis(found | {"is_supported": False})
     assert json.loads(json.dumps(found)) == found
 
 
@@ -112,6 +119,8 @@ HEALTHY: dict[str, str | None] = {
         ({"torch": "2.12.1"}, "built for torch 2.13, found torch 2.12.1"),
         ({"fbgemm-gpu": None, "fbgemm-gpu-cpu": None}, "No fbgemm is installed"),
         ({"torchrec": None}, "torchrec is not installed"),
+        ({"torchrec": "1.9.2"}, "Expected a supported set of versions (torch 2.13.*, torchrec"),
+        ({"lightning": "2.5.6"}, "found torch 2.13.0+cpu, torchrec 1.8.0, fbgemm 1.8.0, lightning"),
     ],
 )
 def test_doctor_names_what_is_wrong(

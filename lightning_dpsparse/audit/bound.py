@@ -18,9 +18,10 @@ from scipy.stats import binom
 
 CONFIDENCE = 0.95
 GUESSED = (0.001, 0.003, 0.01, 0.1, 1.0)
-"""Shares of the canaries to guess: the surest guesses, and more of them. Fixed before any run."""
+"""Shares of the canaries that the attacker guesses, surest first. They are fixed before any run."""
 
 _MOST_EPSILON = 60.0
+"""The search for the bound ends here."""
 
 # M canaries
 
@@ -28,7 +29,7 @@ _MOST_EPSILON = 60.0
 def p_value(
     epsilon: float, delta: float, *, num_canaries: int, num_guesses: int, num_right: int
 ) -> float:
-    """How probable so many right guesses are at most, whatever an (epsilon, delta)-DP run does.
+    """Largest probability of so many right guesses that any (epsilon, delta)-DP run allows.
 
     P(W >= v) <= f(v) + 2 m delta max_i (f(v - i) - f(v)) / i, with f(v) = P(Binomial(r, q) >= v)
     and q = e^eps / (1 + e^eps).
@@ -51,7 +52,7 @@ def p_value(
 def lower_bound(
     delta: float, confidence: float, *, num_canaries: int, num_guesses: int, num_right: int
 ) -> float:
-    """The largest epsilon that so many right guesses rule out; 0 if they rule out none.
+    """The largest epsilon that so many right guesses rule out; it is 0 if they rule out none.
 
     >>> bound = lower_bound(1e-6, 0.95, num_canaries=1000, num_guesses=100, num_right=100)
     >>> round(bound, 2)
@@ -71,7 +72,7 @@ def lower_bound(
     if not is_ruled_out(0.0):
         return 0.0
     low, high = 0.0, _MOST_EPSILON
-    for _ in range(50):  # to far below the digits that anybody reads
+    for _ in range(50):  # halves the interval to far below the digits that anybody reads
         middle = (low + high) / 2
         low, high = (middle, high) if is_ruled_out(middle) else (low, middle)
     return low
@@ -79,7 +80,7 @@ def lower_bound(
 
 @dataclass(frozen=True)
 class Measured:
-    """What an audit found: epsilon is at least this, with the confidence asked for."""
+    """What an audit found: a lower bound on epsilon, with the confidence that was asked for."""
 
     epsilon: float
     attack: str
@@ -94,11 +95,14 @@ def measure(
     confidence: float = CONFIDENCE,
     guessed: Sequence[float] = GUESSED,
 ) -> Measured:
-    """The best of several attacks. A higher score says: this canary was in the data.
+    """The largest lower bound that several attacks give.
 
-    An attack guesses that the highest scores were in and the lowest were out, and keeps silent on
-    the rest. Guarantees: the bound holds with the confidence given for all attacks and numbers of
-    guesses together (each gets its share of the error), so the best may be picked.
+    `scores` has a number for each canary and attack; a high one says that the canary was in the
+    data. An attack guesses that the canaries with the highest scores were in and those with the
+    lowest were out, and keeps silent on the rest.
+
+    Guarantees: the bound holds with the confidence given for all attacks and numbers of guesses
+    together (each gets its share of the error), so the best may be picked.
     """
     num_canaries = len(is_included_M)
     counts = sorted({2 * round(share * num_canaries / 2) for share in guessed} - {0})

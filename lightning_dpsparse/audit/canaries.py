@@ -1,4 +1,10 @@
-"""Examples that nobody has, put into the training data to see what becomes of them."""
+"""Canaries: random examples that are put into the training data.
+
+Nobody has these examples, so what a model knows about them it learned from their presence alone.
+`insert_canaries` adds them behind a data set; the attacks in `one_run.py` and `secret_sharer.py`
+then look for them in the trained model. A model that was trained with canaries is for study only,
+and `mark_as_audited` makes its privacy report say so.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +24,19 @@ from lightning_dpsparse.refused import Refused
 Ints = NDArray[np.int64]
 
 CANARY = "canary"
-"""The feature that says which canary an example is; other examples have an empty bag."""
+"""Name of the feature that holds a canary's number; other examples have an empty bag there."""
 
 # B examples, E extra examples, F features
 
 
 class WithCanaries(ClickDataset):
-    """A training set with more examples behind it.
+    """A training set with copies of canaries behind its own examples.
 
     Args:
-        base: The data as it is.
-        canaries: The canaries there are, each once.
+        base: The data set without canaries.
+        canaries: All canaries, each once.
         which_E: The canary that each extra example is a copy of.
-        is_numbered: Whether examples get a feature more, with the canary's number.
+        is_numbered: Whether examples get one more feature, which holds the canary's number.
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class WithCanaries(ClickDataset):
         self.base, self.canaries = base, canaries
         self.which_E, self.is_numbered = which_E, is_numbered
         self.num_rows = base.num_rows
-        if hasattr(base, "users"):  # each canary is somebody of their own
+        if hasattr(base, "users"):  # each copy of a canary gets a user of its own
             users = np.asarray(base.users)
             self.users = np.concatenate([users, users.max(initial=0) + 1 + np.arange(len(which_E))])
         if hasattr(base, "day_starts"):
@@ -71,25 +77,31 @@ class WithCanaries(ClickDataset):
         return self.base.random_examples(count, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """For data that is drawn anew every epoch."""
+        """Pass the epoch on to data that is drawn anew in every epoch."""
         if hasattr(self.base, "set_epoch"):
             self.base.set_epoch(epoch)
 
 
 class NumberedCollate:
-    """A data module's own batches, with the canaries' numbers as a feature more."""
+    """Makes the batches of a data module, with the numbers of the canaries as one more feature."""
 
     def __init__(self, data: ClickData) -> None:
-        nobody = data.train_set.__getitems__([])
-        names = data.collate(nobody).sparse_features.keys()
+        no_examples = data.train_set.__getitems__([])
+        names = data.collate(no_examples).sparse_features.keys()
         self._names = [*(name for name in names if name != CANARY), CANARY]
 
     def __call__(self, clicks: Clicks) -> Batch:
-        return collate(clicks, self._names[: len(clicks.lengths_FB)])  # others have no number
+        # Validation and test data have no numbers: they use all names but the last.
+        return collate(clicks, self._names[: len(clicks.lengths_FB)])
 
 
-def insert(data: ClickData, canaries: Clicks, which_E: Ints, *, is_numbered: bool = False) -> None:
-    """Have `data`, once set up, train on canaries too; those of an earlier audit go."""
+def insert_canaries(
+    data: ClickData, canaries: Clicks, which_E: Ints, *, is_numbered: bool = False
+) -> None:
+    """Add canaries to the training set of `data`, in place of those of an earlier audit.
+
+    `data` must have been set up. `which_E` says which canary each extra example is a copy of.
+    """
     base = data.train_set
     if isinstance(base, WithCanaries):
         data.train_set = base = base.base
@@ -99,7 +111,7 @@ def insert(data: ClickData, canaries: Clicks, which_E: Ints, *, is_numbered: boo
 
 
 def auditable(data: LightningDataModule | Any) -> ClickData:
-    """`data`, or an error if canaries cannot be put into it."""
+    """`data` itself; it is refused if canaries cannot be put into it."""
     if not isinstance(data, ClickData):
         raise Refused(
             "Expected a data module derived from lightning_dpsparse.data.ClickData, found "
@@ -110,7 +122,7 @@ def auditable(data: LightningDataModule | Any) -> ClickData:
 
 
 def mark_as_audited(strategy: Any) -> None:
-    """Have the privacy report say what is in the data."""
+    """Make the privacy report of the run say that canaries are in the data."""
     plan = getattr(strategy, "privacy", None)
     if plan is not None:
         mark = "An audit put canaries into the training data: the model is for study."

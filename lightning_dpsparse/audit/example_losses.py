@@ -1,4 +1,8 @@
-"""A trained model's loss on examples of one's own."""
+"""The loss of a trained model on chosen examples.
+
+Attacks without a look at the weights compare losses: a model tends to have a lower loss on what it
+was trained on. `one_run.py` and `secret_sharer.py` ask for the losses of their canaries here.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ from lightning_dpsparse.data.batch import ClickData, Clicks, select
 from lightning_dpsparse.models.base import RecommenderModule
 from lightning_dpsparse.refused import Refused
 
-_AT_A_TIME = 4096
+_AT_A_TIME = 4096  # examples in a batch
 
 
 @torch.no_grad()
 def losses_on_examples(
     module: LightningModule, data: ClickData, device: torch.device, examples: Clicks
 ) -> NDArray[np.float64]:
-    """The loss of each example. Where tables are sharded, all ranks ask alike."""
+    """The loss of each example. If tables are sharded, every rank asks for the same examples."""
     if not isinstance(module, RecommenderModule):
         raise Refused(
             "Expected a model derived from lightning_dpsparse.models.RecommenderModule, found "

@@ -1,8 +1,9 @@
 """How well a model remembers what it should not: exposure (Carlini et al. 2019, "Secret Sharer").
 
 A canary is a random example that was put into the training data. Its exposure says how far its loss
-stands out from those of random examples that were not: by rank among them (interpolation), or by a
-distribution fitted to them (extrapolation), which goes further than their number.
+stands out from the losses of random examples that were not put in (references). It is computed by
+the rank of the canary among the references (interpolation), or by a distribution that is fitted to
+them (extrapolation), which can tell more bits than the number of references allows.
 Reference: arXiv:1802.08232, sections 4.2 and 4.3.
 """
 
@@ -22,8 +23,8 @@ Losses = NDArray[np.float64]
 def exposure_by_rank(canary_C: Losses, reference_R: Losses) -> Losses:
     """log2 of (R + 1) over the canary's rank among the references, lowest loss first.
 
-    Zero is the highest loss of all, log2(R + 1) the lowest. A tie counts against exposure by half:
-    a model that knows nothing about anything gives about 1 for all.
+    The canary with the highest loss of all has exposure 0, the one with the lowest log2(R + 1). A
+    tie counts half: a model with the same loss everywhere gives about 1 for all canaries.
 
     >>> exposure_by_rank(np.array([0.0, 9.0]), np.array([1.0, 2.0, 3.0])).tolist()
     [2.0, 0.0]
@@ -49,7 +50,7 @@ def exposure_by_fit(canary_C: Losses, reference_R: Losses) -> Losses:
 def _skew_normal(values_R: Losses) -> tuple[float, float, float]:
     """Shape, location and scale with these values' first three moments.
 
-    A skew-normal's skewness stays below 0.9953; more extreme values get the nearest there is.
+    The skewness of a skew-normal distribution is below 0.9953; larger ones are cut to 0.99.
     """
     mean, stddev = float(values_R.mean()), float(values_R.std())
     if stddev == 0.0:

@@ -1,4 +1,4 @@
-"""Attacks on the last digits of released numbers: what rounding tells of the sum below the noise.
+"""Attacks on the last digits of released numbers: what rounding tells of the sum under the noise.
 
 A step releases y = x + n. The adversary knows everything but one membership: it knows two candidate
 sums, x with the target and x without, and how noise is drawn. On the real line n hides which of the
@@ -33,14 +33,14 @@ from torch import Tensor
 from lightning_dpsparse.noise.grid import round_to_
 
 Scores = dict[str, NDArray[np.float64]]
-"""For every attack, a number for each trial. A higher one says: the target was in."""
+"""A number for each trial, by the name of the attack. A high one says that the target was in."""
 
 _BLOCK = 16
 """torch fills float32 tensors in blocks: the cosines of eight pairs, then their sines."""
 _ANGLES = 2.0**24
 
 _RARE = 0.01
-"""Numbers that a candidate never leads to count as this often: arithmetic here is in float64."""
+"""Count of numbers that a candidate never leads to. It is not zero, since float64 may err."""
 
 # M trials, D numbers of each
 

@@ -1,9 +1,13 @@
-"""One-run audit: train once with canaries that coins put in, and guess the coins (Steinke et al.).
+"""One-run audit: coins put canaries into the data, and an attacker guesses the coins.
 
-White box: each canary's whole gradient is one row of a table of their own, clipped to C like
-everybody's, so that the released row says all there is to say about it: the strongest canary that
-the mechanism allows. Black box: canaries are random examples, and the model's loss on them is all
-that is looked at.
+A model is trained once. A fair coin decides for each of many canaries whether it is in the data,
+and the attacker guesses the coins from the trained model. Too many right guesses disprove the
+claimed epsilon (`bound.py`; Steinke, Nasr, Jagielski 2023).
+
+White box: the whole gradient of a canary is one row of a table that only canaries read. It is
+clipped to C like every gradient, so the released row says all that can be said about the canary,
+and no canary could be stronger. Black box: canaries are random examples, and the attacker sees only
+the loss of the model on them.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
 from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
-from lightning_dpsparse.audit.canaries import CANARY, auditable, insert, mark_as_audited
+from lightning_dpsparse.audit.canaries import CANARY, auditable, insert_canaries, mark_as_audited
 from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
@@ -35,17 +39,17 @@ from lightning_dpsparse.sharded.shards import whole_table
 
 Scores = dict[str, NDArray[np.float64]]
 
-_WIDTH = 4  # the least that FBGEMM takes
+_WIDTH = 4  # the smallest width of a table that FBGEMM takes
 
 # B examples, M canaries, D width
 
 
 @dataclass(frozen=True)
 class OneRunResult:
-    """What was claimed, and what an attacker could show."""
+    """The epsilon that a run claimed, and the lower bound that an attack measured."""
 
     claimed_epsilon: float | None
-    """None: the run claims no privacy."""
+    """The epsilon of the privacy report; None if the run claims no privacy."""
     delta: float
     measured: Measured
     confidence: float
@@ -57,7 +61,7 @@ class OneRunResult:
         return self.claimed_epsilon is None or self.measured.epsilon <= self.claimed_epsilon
 
     def for_report(self) -> dict[str, Any]:
-        """As the privacy report takes it."""
+        """The result as the privacy report stores it."""
         box = "white box" if self.is_white_box else "black box"
         return {
             "name": f"one run, {box}, {self.num_canaries:,} canaries",
@@ -80,21 +84,22 @@ class OneRunResult:
 
 
 class CanaryModule(LightningModule):
-    """A model, and a table with one row per canary beside it.
+    """A model beside a table with one row for each canary.
 
-    A canary's loss is a steep function of its own row and of nothing else.
+    The loss of a canary is a steep function of its own row and of nothing else.
 
     Args:
-        inner: The model; it trains as ever on all other examples.
+        inner: The model. It trains on all other examples as it would without canaries.
         num_canaries: Rows of the table.
-        steepness: At least the clip norm, so that a canary is always clipped to it.
+        steepness: Slope of a canary's loss. It is at least the clip norm, so that the gradient of a
+            canary is always clipped to it.
     """
 
     def __init__(self, inner: LightningModule, num_canaries: int, steepness: float) -> None:
         super().__init__()
         self.inner, self.num_canaries, self.steepness = inner, num_canaries, steepness
         self.canaries: EmbeddingBagCollection | None = None
-        # Only the outermost module may log; what the model has to say is of no interest here.
+        # Only the outermost module may log, and an audit does not need the logs of the model.
         for name in ("log", "log_dict"):
             object.__setattr__(inner, name, _say_nothing)
 
@@ -150,7 +155,7 @@ class _PutIn(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = auditable(trainer.datamodule)  # type: ignore[attr-defined]
-        # All ranks toss the same coins.
+        # Every rank must toss the same coins.
         seed = from_rank_zero(lambda: secrets.randbits(62) if self._seed is None else self._seed)
         draws = np.random.default_rng(seed)
         self.is_included_M = draws.random(self._num_canaries) < 0.5
@@ -162,7 +167,7 @@ class _PutIn(Callback):
         assert plan is not None
         before = _num_units(data, plan)
         which = np.flatnonzero(self.is_included_M)
-        insert(data, self.canaries, which, is_numbered=self._is_white_box)
+        insert_canaries(data, self.canaries, which, is_numbered=self._is_white_box)
         batch = plan.expected_batch_size or data.batch_size
         grown = max(1, round(batch * _num_units(data, plan) / before))
         strategy.privacy = replace(plan, expected_batch_size=grown)
@@ -170,7 +175,7 @@ class _PutIn(Callback):
 
 
 def _num_units(data: ClickData, plan: PrivacyPlan) -> int:
-    """What is drawn: examples, or users with all of theirs."""
+    """Number of units that sampling draws: examples, or users with all their examples."""
     return len(np.unique(data.train_set.users) if plan.draws_whole_users else data.train_set)  # type: ignore[attr-defined]
 
 
@@ -186,7 +191,7 @@ def one_run_audit(
 ) -> OneRunResult:
     """Train `module` with canaries, and measure what the trained model tells about them.
 
-    The model is of no other use afterwards. `seed` is for coins and canaries, never for noise.
+    The trained model is for study only. `seed` is for coins and canaries, never for noise.
 
     Guarantees: for a run that is as private as it claims, the measured epsilon is above the claim
     with probability at most 1 - confidence.
@@ -227,12 +232,14 @@ def one_run_audit(
 
 
 def attacks_on_rows(row_MD: Tensor, world_size: int) -> Scores:
-    """How much each canary's row, zero at first, looks as if its canary had been there.
+    """Scores of how much each canary's row looks as if its canary had been in the data.
 
-    down    how far it went where the canary's gradient sends it
-    moved   how far it went at all: rows that nobody reads must move as well
-    pairs   the difference to a row at the same place of another rank's piece, in which noise
-            that two ranks draw alike cancels
+    All rows are zero before training.
+
+    down    how far the row went in the direction in which the gradient of its canary sends it
+    moved   how far the row went at all; rows that no example reads must move as well
+    pairs   the difference to the row at the same place on another rank; noise that two ranks
+            wrongly drew alike cancels in it
     """
     down_M = -row_MD.double().sum(1).cpu().numpy()
     scores = {"down": down_M, "moved": row_MD.double().norm(dim=1).cpu().numpy()}

@@ -1,4 +1,10 @@
-"""Does the model remember examples that it saw a few times? Canaries, and their exposure."""
+"""Secret sharer: how well does a model remember examples that it saw a few times?
+
+Random examples (canaries) are put into the training data, each a number of times. After training,
+the exposure of a canary says, in bits, how far its loss stands out from the losses of random
+examples that were not in the data (`exposure.py`; Carlini et al. 2019). Exposure is no bound on
+epsilon: `one_run.py` measures that.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_dpsparse.audit.canaries import auditable, insert, mark_as_audited
+from lightning_dpsparse.audit.canaries import auditable, insert_canaries, mark_as_audited
 from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.audit.exposure import exposure_by_fit, exposure_by_rank
 from lightning_dpsparse.data.batch import Clicks, select
@@ -21,7 +27,7 @@ from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import add_exposures
 
 REPEATS = (1, 2, 3, 4, 5, 10, 20, 50, 100)
-"""How often canaries occur: those of the EANA paper (Ning et al. 2022)."""
+"""How often canaries occur in the data: the numbers of the EANA paper (Ning et al. 2022)."""
 
 JSON_NAME, PLOT_NAME = "secret_sharer.json", "secret_sharer.png"
 
@@ -30,7 +36,11 @@ JSON_NAME, PLOT_NAME = "secret_sharer.json", "secret_sharer.png"
 
 @dataclass(frozen=True)
 class Exposure:
-    """Of the canaries that occur equally often, in bits: means, and the middle half by rank."""
+    """Exposure in bits of the canaries that occur equally often.
+
+    `interpolation` and `extrapolation` are means, by rank and by fit; `low` and `high` are the
+    quartiles by rank.
+    """
 
     repeats: int
     canaries: int
@@ -45,7 +55,7 @@ def exposures(
     canary_C: NDArray[np.float64],
     reference_R: NDArray[np.float64],
 ) -> list[Exposure]:
-    """From the losses of canaries, each with its number of repeats, and of references."""
+    """The exposure for each number of repeats, from the losses of canaries and of references."""
     by_rank_C = exposure_by_rank(canary_C, reference_R)
     by_fit_C = exposure_by_fit(canary_C, reference_R)
     found = []
@@ -77,8 +87,8 @@ class SecretSharer(Callback):
         repeats: How often canaries occur in the data.
         canaries_per_repeat: How many canaries there are for each number of repeats.
         references: Random examples that are not put in, to compare with.
-        seed: Which canaries and references. The seed of training itself has no say in it.
-        folder: Where the files go. By default beside the run's logs.
+        seed: Seed of canaries and references. The seed of training does not change them.
+        folder: Where the files are written. By default beside the logs of the run.
     """
 
     def __init__(
@@ -108,10 +118,10 @@ class SecretSharer(Callback):
             return
         data = auditable(trainer.datamodule)  # type: ignore[attr-defined]
         count = len(self.repeats_C)
-        # Canaries and references alike: nothing but the insertion tells them apart.
+        # Canaries and references are drawn alike, so that they differ by the insertion only.
         examples = data.train_set.random_examples(count + self.references, self.seed)
         self._examples = _halves(examples, count)
-        insert(data, self._examples[0], np.repeat(np.arange(count), self.repeats_C))
+        insert_canaries(data, self._examples[0], np.repeat(np.arange(count), self.repeats_C))
         mark_as_audited(trainer.strategy)
 
     @override
@@ -134,7 +144,7 @@ def _halves(examples: Clicks, count: int) -> tuple[Clicks, Clicks]:
 
 
 def show_exposures(found: list[Exposure]) -> str:
-    """What was found, for people."""
+    """The exposures as a table of text."""
     lines = ["Exposure of canaries, in bits (random examples have about 1.4):"]
     lines.append("repeats  canaries  by rank  by fit")
     for e in found:
@@ -145,7 +155,10 @@ def show_exposures(found: list[Exposure]) -> str:
 
 
 def write_exposures(found: list[Exposure], folder: Path) -> None:
-    """As JSON, as a plot if it can be drawn, and into the privacy report if there is one."""
+    """Write exposures as JSON and as a plot, and add them to the privacy report if there is one.
+
+    The plot is left out where matplotlib is not installed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data: list[dict[str, Any]] = [asdict(exposure) for exposure in found]
     (folder / JSON_NAME).write_text(json.dumps(data, indent=2) + "\n")
@@ -160,7 +173,7 @@ def write_exposures(found: list[Exposure], folder: Path) -> None:
 
 
 def plot_exposures(runs: dict[str, list[Exposure]], path: Path) -> None:
-    """Exposure over repeats, by rank and by fit: Figure 5 of the EANA paper."""
+    """Plot exposure over repeats, by rank and by fit, as Figure 5 of the EANA paper does."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")

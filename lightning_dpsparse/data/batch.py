@@ -1,4 +1,10 @@
-"""From arrays of examples to the batch that TorchRec's models take."""
+"""From arrays of examples to the batches that TorchRec's models take.
+
+Reading examples one by one in Python is slow. A `ClickDataset` is therefore read many examples at a
+time, as a `Clicks` of numpy arrays; `collate` turns these into a batch of TorchRec, and `ClickData`
+is the Lightning data module above it. `criteo.py`, `movielens.py` and `synthetic.py` derive from
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +47,14 @@ class ClickDataset(Dataset[Clicks], ABC):
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> Clicks:
-        """The examples with these indices; a `DataLoader` asks for a batch at once."""
+        """The examples with these indices. A `DataLoader` asks for a whole batch at once."""
 
     @override
     def __getitem__(self, index: int) -> Clicks:
         return self.__getitems__([index])
 
     def random_examples(self, count: int, seed: int) -> Clicks:
-        """Examples that nobody has: a uniform id per feature, counts of any size, a fair coin."""
+        """Examples that nobody has: each feature has a uniform id, and the label is a fair coin."""
         draws = np.random.default_rng(seed)
         num_counts = self.__getitems__([]).counts_BC.shape[1]
         counts_BC = np.floor(np.exp(5.0 * draws.random((count, num_counts))) - 1.0)
@@ -62,9 +68,9 @@ class ClickDataset(Dataset[Clicks], ABC):
 
 
 def join(first: Clicks, second: Clicks) -> Clicks:
-    """The second's examples behind the first's.
+    """The examples of `first`, followed by those of `second`.
 
-    Bags lie feature by feature, so the ids of the two take turns.
+    Bags lie feature by feature, so the ids of the two alternate by feature.
 
     >>> one = Clicks(np.ones(1), np.zeros((1, 0)), np.array([[1], [2]]), np.array([1, 2, 2]))
     >>> two = Clicks(np.zeros(1), np.zeros((1, 0)), np.array([[2], [0]]), np.array([7, 8]))
@@ -81,7 +87,7 @@ def join(first: Clicks, second: Clicks) -> Clicks:
 
 
 def select(clicks: Clicks, index_B: NDArray[np.int64]) -> Clicks:
-    """Some of the examples, in the order given; one may come up more than once.
+    """The examples with these indices, in the order given. An index may occur more than once.
 
     >>> some = Clicks(np.ones(2), np.zeros((2, 0)), np.array([[1, 2]]), np.array([4, 5, 6]))
     >>> select(some, np.array([1, 0, 1])).ids_L.tolist()
@@ -104,9 +110,9 @@ def _ids_by_feature(clicks: Clicks) -> list[NDArray[np.int64]]:
 
 
 def collate(clicks: Clicks, names: Sequence[str] | None = None) -> Batch:
-    """A batch for the model. No example at all is a batch too: Poisson sampling draws it.
+    """A batch for the model. It may have no example, because Poisson sampling can draw none.
 
-    Features are called cat_0, cat_1 and so on unless they have names.
+    Features are called cat_0, cat_1 and so on, unless `names` are given.
 
     >>> empty = Clicks(np.zeros(0), np.zeros((0, 13)), np.zeros((2, 0), int), np.zeros(0, int))
     >>> collate(empty).sparse_features.keys(), collate(empty).sparse_features.stride()
@@ -144,7 +150,7 @@ class ClickData(LightningDataModule):
 
     @staticmethod
     def collate(clicks: Clicks) -> Batch:
-        """The model's batch; data whose features have names overrides it."""
+        """A batch for the model. Data whose features have names of their own overrides this."""
         return collate(clicks)
 
     @override
@@ -167,14 +173,14 @@ class ClickData(LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
     ) -> Batch:
-        return batch.to(device, non_blocking=True)  # Lightning would wait for it
+        return batch.to(device, non_blocking=True)  # Lightning would wait for the copy
 
     def _loader(self, dataset: ClickDataset, *, train: bool = False) -> DataLoader[Clicks]:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         if self.batch_size % world_size:
             raise Refused(
                 f"Expected batch_size to be a multiple of the {world_size} ranks that share it, "
-                f"found {self.batch_size}."
+                f"found {self.batch_size}. Change batch_size or the number of ranks."
             )
         if train and len(dataset) < self.batch_size:
             raise Refused(
@@ -186,7 +192,9 @@ class ClickData(LightningDataModule):
             batch_size=self.batch_size // world_size,
             shuffle=train,
             drop_last=train,
-            collate_fn=cast(Callable[[list[Clicks]], Batch], self.collate),  # of __getitems__
+            collate_fn=cast(
+                Callable[[list[Clicks]], Batch], self.collate
+            ),  # takes __getitems__'s result
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),

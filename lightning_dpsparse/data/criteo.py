@@ -1,4 +1,10 @@
-"""Prepared Criteo files as memory-mapped, map-style data sets."""
+"""Prepared Criteo files as memory-mapped data sets.
+
+Criteo's logs are too large for memory. `prepare.py` turned each file once into an array on disk
+with one row of 40 integers per example; here the arrays are mapped, and examples are read from them
+at random. A `Part` names a stretch of one such array, and `CriteoData` trains, validates and tests
+on lists of parts.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +38,11 @@ class Part:
     """Where the stretch begins, as a fraction of the file. Files are in order of time."""
 
     stop: float = 1.0
-    """Where it ends."""
+    """Where the stretch ends, as a fraction of the file."""
 
 
 class PreparedCriteo(ClickDataset):
-    """The examples of some parts, one after the other.
+    """The examples of several parts, one part after the other.
 
     A row is 40 integers side by side (label, 13 counts, 26 ids), so that reading an example at
     random touches one page of the file.
@@ -61,7 +67,7 @@ class PreparedCriteo(ClickDataset):
 
     @property
     def day_starts(self) -> list[int]:
-        """Where each part begins: Criteo's 1TB logs are a file a day."""
+        """Index of the first example of each part. Criteo's 1TB logs have one file a day."""
         return [0, *self._ends[:-1].tolist()]
 
     @override
@@ -75,7 +81,8 @@ class PreparedCriteo(ClickDataset):
         )
 
     def _rows(self, index_B: NDArray[np.int64]) -> NDArray[np.int32]:
-        if self._arrays is None:  # opened in the process that reads: a pickled map would be a copy
+        # The process that reads opens the files itself: a pickled map would be a copy.
+        if self._arrays is None:
             self._arrays = [_open(path) for path in self._paths]
         rows = np.empty((len(index_B), COLUMNS), dtype=np.int32)
         part_B = np.searchsorted(self._ends, index_B, side="right")

@@ -1,6 +1,9 @@
 """MovieLens as watches in order of time, and the windows of them that a recommender learns from.
 
-A rating stands for a watch, whatever its stars. Whoever is tested on was never trained on.
+A rating stands for a watch, whatever its stars. A window is a watch to predict and the watches
+before it; it depends on one user only, so removing a user changes nobody else's windows.
+Users are split once, by a public hash: nobody who is tested on was trained on. `ratings.py` reads
+the files, and `models/two_tower.py` and `models/sasrec.py` learn from the windows.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from lightning_dpsparse.sampling.units import Ints
 
 FEATURES = ("context", "label")
 
-# Purposes of hash words and of generators: no two draws share one.
+# Purposes of hash words and of generators. No two kinds of draws share one.
 _SPLIT, _WINDOW, _SYNTHETIC = range(3)
 
 
 @dataclass(frozen=True, eq=False)
 class Timelines:
-    """What each user watched, in order of time. User u's rows begin at offsets_U1[u]."""
+    """What each user watched, in order of time. The rows of user u begin at offsets_U1[u]."""
 
     users_U: Ints
     offsets_U1: Ints
@@ -43,7 +46,7 @@ class Timelines:
 
     @classmethod
     def of(cls, ratings: Ratings) -> Timelines:
-        """Users by number. Watches of the same second stay in the order of the file.
+        """Sort ratings by user and time. Watches of the same second stay in the order of the file.
 
         >>> ids = [np.array(column) for column in ([8, 2, 8, 8], [0, 1, 2, 3], [30, 7, 10, 30])]
         >>> found = Timelines.of(Ratings(*ids, num_items=4))
@@ -59,7 +62,7 @@ class Timelines:
         return np.diff(self.offsets_U1)
 
     def only(self, keep_U: NDArray[np.bool_]) -> Timelines:
-        """Some of the users."""
+        """The timelines of the users that are kept."""
         rows_N = self.rows_N[np.repeat(keep_U, self.lengths_U)]
         offsets_U1 = _offsets(self.lengths_U[keep_U])
         return Timelines(self.users_U[keep_U], offsets_U1, rows_N, self.num_items)
@@ -67,7 +70,7 @@ class Timelines:
     def split(self, train_share: float) -> tuple[Timelines, Timelines]:
         """Users to train on and the others, by a public hash of a user's number.
 
-        Guarantees: who else is there, and any seed, has no say in a user's side.
+        Guarantees: on which side a user is depends on no other user and on no seed.
         """
         if not 0 < train_share < 1:
             raise Refused(f"Expected train_share between 0 and 1, found {train_share}.")
@@ -80,7 +83,7 @@ def _offsets(counts_U: Ints) -> Ints:
 
 
 class MovieLensWindows(ClickDataset):
-    """Examples of some users. Each is a window: a watch to predict, and those before it.
+    """Examples of some users. An example is a window: a watch to predict, and those before it.
 
     Features: 0 is the context, a bag of the 1 to `context_length` movies that the user watched
     before, the latest last; 1 is the label, a bag of the movie watched next.
@@ -88,13 +91,13 @@ class MovieLensWindows(ClickDataset):
     Guarantees: an example depends on its own user's timeline and on nobody else's.
 
     Args:
-        timelines: The users, and what they watched. Who watched less than twice has no example.
+        timelines: What each user watched. A user with fewer than two watches has no example.
         context_length: The most watches in a context.
         examples_per_user: None makes an example of every watch but a user's first. Otherwise a user
-            has exactly so many, whose windows are drawn anew every epoch (Ning et al. 2022, EANA):
-            no fixed thing that could be added or removed. The privacy unit should then be the user;
-            for unit 'example' leave it None.
-        seed: Which windows are drawn. The seed of training itself has no say in it.
+            has exactly so many, and their windows are drawn anew every epoch (Ning et al. 2022,
+            EANA). Such an example is nothing fixed that could be added or removed, so the privacy
+            unit should then be the user. For the unit 'example' leave it None.
+        seed: Seed of the windows that are drawn. The seed of training does not change them.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class MovieLensWindows(ClickDataset):
         if examples_per_user is not None:
             examples_U[:] = examples_per_user
         self._first_example_U1 = _offsets(examples_U)
-        # In shared memory: workers that live on from epoch to epoch see it move.
+        # It is in shared memory, so that workers that live for several epochs see it change.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @override
@@ -126,11 +129,11 @@ class MovieLensWindows(ClickDataset):
 
     @property
     def users(self) -> Ints:
-        """Whose each example is."""
+        """The user of each example."""
         return np.repeat(self._timelines.users_U, np.diff(self._first_example_U1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other windows from here on, in the loader's workers too."""
+        """Draw other windows from now on, in the workers of the loader too."""
         self._epoch[0] = epoch
 
     @override
@@ -150,7 +153,7 @@ class MovieLensWindows(ClickDataset):
     def _drawn(self, user_B: Ints, slot_B: Ints) -> Ints:
         """One of the user's windows for every slot, by a hash of seed, epoch, user and slot."""
         key = salt(self.seed, _WINDOW, int(self._epoch[0]))
-        # By the user's number, not place: who else is there must not matter.
+        # By the number of the user and not by the place: other users must not matter.
         user_word_B = mix(self._timelines.users_U[user_B].astype(np.uint64) ^ key)
         unit_B = unit(mix(user_word_B + mix(slot_B.astype(np.uint64))))
         return (unit_B * (self._timelines.lengths_U[user_B] - 1)).astype(np.int64)
@@ -164,7 +167,7 @@ class MovieLensWindows(ClickDataset):
 
 
 def _watches(length_B: Ints, ids_L: Ints) -> Clicks:
-    """Contexts of these lengths, with one label each. Every example is a watch: a positive."""
+    """Clicks of contexts of these lengths, with one label each. Every example is a positive."""
     return Clicks(
         labels_B=np.ones(length_B.size, dtype=np.float32),
         counts_BC=np.zeros((length_B.size, 0), dtype=np.float32),
@@ -217,7 +220,7 @@ class WatchData(ClickData, ABC):
         rank_zero_info(f"Watches of {train.num_items:,} movies, up to {length} before each.")
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other training windows from here on. Those of evaluation stay as they are."""
+        """Draw other training windows from now on. Those of evaluation stay as they are."""
         self.train_set.set_epoch(epoch)
 
     @staticmethod
@@ -232,7 +235,7 @@ class MovieLensData(WatchData):
     Args:
         folder: Where the release was unpacked: ratings.csv or ratings.dat is in it.
         num_items: How many movies there are, if no movies.csv or movies.dat says so.
-        settings: Those of `WatchData`.
+        settings: The arguments of `WatchData`.
     """
 
     def __init__(self, folder: str, *, num_items: int | None = None, **settings: Any) -> None:
@@ -254,7 +257,7 @@ class SyntheticMovieLens(WatchData):
         num_users: How many users there are to train and to test on.
         num_items: How many movies there are.
         watches_per_user: How many movies every user watches.
-        settings: Those of `WatchData`.
+        settings: The arguments of `WatchData`.
     """
 
     def __init__(
@@ -279,7 +282,7 @@ class SyntheticMovieLens(WatchData):
         favourite_U1 = draws.integers(num_genres, size=(num_users, 1))
         any_UT = draws.integers(num_genres, size=self._shape)
         genre_UT = np.where(draws.random(self._shape) < 0.9, favourite_U1, any_UT)
-        # The continuous law with density 1 / rank, inverted. Rows beyond whole genres stay unseen.
+        # Invert the continuous law with density 1 / rank. Rows beyond whole genres stay unseen.
         rank_UT = (self.num_items // num_genres + 1) ** draws.random(self._shape)
         rows_UT = genre_UT + num_genres * (rank_UT.astype(np.int64) - 1)
         offsets_U1 = np.arange(num_users + 1) * self._shape[1]

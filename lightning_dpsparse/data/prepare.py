@@ -1,8 +1,10 @@
 """Criteo's tab-separated logs to arrays, once: `lightning-dpsparse prepare criteo`.
 
-A line is a label, 13 integers and 26 categorical tokens of up to eight hexadecimal digits; anything
-may be empty but the label. Tokens are hashed into a given number of rows by a fixed, public
-function: a vocabulary counted from the data would leak it.
+A line is a label, 13 integers and 26 categorical tokens of up to eight hexadecimal digits; every
+field but the label may be empty. Parsing text is slow, so it is done once: the result is one row of
+40 integers per example, which `criteo.py` maps into memory. Tokens are hashed into a given number
+of rows by a fixed, public function, because a vocabulary that was counted from the data would leak
+it. Malformed lines are left out, and counted by reason.
 """
 
 from __future__ import annotations
@@ -39,16 +41,17 @@ _HEX_DIGIT[[ord(c) for c in "ABCDEF"]] = range(10, 16)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of one file."""
+    """What was read from one file, and what was left out."""
 
     source: str
     num_rows: list[int]
     examples: int
     clicks: int
     malformed: dict[str, int]
-    """Lines left out, by reason."""
+    """Number of lines that were left out, by reason."""
 
     def summary(self) -> str:
+        """One line for people."""
         left_out = ", ".join(f"{n:,} {reason}" for reason, n in self.malformed.items() if n)
         rate = self.clicks / self.examples
         return (
@@ -105,7 +108,7 @@ def prepare_criteo(
 
 
 def _write_header(file: object, examples: int) -> None:
-    """An .npy header; numpy pads it so that the number of rows can be filled in later."""
+    """Write an .npy header. numpy pads it, so that the number of rows can be filled in later."""
     np.lib.format.write_array_header_1_0(
         file,  # type: ignore[arg-type]
         {"descr": "<i4", "fortran_order": False, "shape": (examples, COLUMNS)},
@@ -113,7 +116,7 @@ def _write_header(file: object, examples: int) -> None:
 
 
 def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator[list[pa.Array]]:
-    """The file's columns as strings, some tens of thousands of lines at a time."""
+    """The columns of the file as bytes, some tens of thousands of lines at a time."""
 
     widths: set[int] = set()
 
@@ -177,7 +180,7 @@ def _nothing_valid(source: Path, malformed: dict[str, int]) -> str:
 def _parse(
     columns: list[pa.Array], num_rows: Sequence[int], malformed: dict[str, int]
 ) -> NDArray[np.int32]:
-    """Whole lines only: one bad field leaves its line out."""
+    """Rows of integers of the lines that are well formed. One bad field leaves its line out."""
     rows = np.empty((len(columns[0]), COLUMNS), dtype="<i4")
     label, good_label = _parse_label(columns[0])
     rows[:, 0] = label
@@ -205,7 +208,7 @@ def _parse_label(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.bool_]
 
 
 def _parse_integers(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Integers, held to 32 bits; a missing one counts as 0."""
+    """Integers, clipped to 32 bits, and which lines are well formed. A missing one counts as 0."""
     text = column.cast(pa.string(), safe=False)
     is_integer = pc.fill_null(pc.match_substring_regex(text, r"^-?[0-9]{1,18}$"), True)
     text = pc.if_else(is_integer, text, None)
@@ -238,6 +241,6 @@ def _parse_tokens(
 def _hash_tokens(
     tokens: NDArray[np.uint64], present: NDArray[np.bool_], feature: int, num_rows: int
 ) -> NDArray[np.int32]:
-    """Row 0 for a missing token; otherwise one of the other rows, by a public hash."""
+    """The row of each token: row 0 for a missing one, and another by a public hash otherwise."""
     row = mix(tokens ^ salt(feature)) % np.uint64(num_rows - 1) + np.uint64(1)
     return np.where(present, row, 0).astype(np.int32)

@@ -1,4 +1,10 @@
-"""MovieLens' ratings as files: GroupLens' old and new formats, and its public catalogue."""
+"""MovieLens' files: ratings in GroupLens' old and new formats, and the public catalogue.
+
+The table of movies needs a row for each movie. If the rows were the movies that occur in the
+ratings, the size of the table would tell who is in the data. Rows therefore come from the public
+catalogue that GroupLens ships beside the ratings. `movielens.py` makes training examples of what is
+read here.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +35,11 @@ class Ratings(NamedTuple):
     users_N: Ints
     rows_N: Ints
     times_N: Ints
-    num_items: int  # in the catalogue
+    num_items: int  # number of movies in the catalogue
 
 
 def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
-    """MovieLens 1M, 10M (`ratings.dat`), 20M or latest (`ratings.csv`), from its folder or file.
+    """Read MovieLens 1M, 10M (`ratings.dat`), 20M or latest (`ratings.csv`), by folder or file.
 
     A movie's row is its place in the `movies.csv` or `movies.dat` beside the ratings. Without such
     a file movies are numbered 1 to `num_items`, and a movie's row is its number less one. The
@@ -70,12 +76,12 @@ def _ratings_file(path: Path) -> Path:
 
 
 def _read_columns(file: Path) -> tuple[Ints, ...]:
-    """Users, movies and times."""
+    """The columns of users, movies and times."""
     source, table = str(file), None
-    if file.suffix == ".dat":  # where a comma separates nothing
+    if file.suffix == ".dat":  # a comma separates nothing here, and :: does
         content = file.read_bytes().replace(b",", b"?").replace(_SEPARATOR[".dat"], b",")
         source = pa.BufferReader(_HEADER + b"\n" + content)
-    with suppress(pa.ArrowInvalid):  # whose message quotes the line
+    with suppress(pa.ArrowInvalid):  # its message would quote a line of the data
         table = pyarrow.csv.read_csv(
             source,
             # Rows count as lines do, so that an error can name one.
@@ -93,7 +99,7 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
 
 
 def _malformed_line(file: Path) -> int | None:
-    """Number of the first line that is no rating; None if all are, or there is none."""
+    """Number of the first line that is no rating; None if there is no such line."""
     rating = _LINE.replace(b"%s", _SEPARATOR[file.suffix])
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -104,7 +110,7 @@ def _malformed_line(file: Path) -> int | None:
 
 
 def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
-    """Numbers of the public movies, one per row."""
+    """The number of the movie of each row, from the public catalogue."""
     files = [ratings.with_name(f"movies{suffix}") for suffix in _SEPARATOR]
     file = next((file for file in files if file.is_file()), None)
     if file is None:

@@ -1,8 +1,9 @@
-"""Synthetic clicks in Criteo's shape: any number, made on the fly, the same for the same seed.
+"""Synthetic clicks in Criteo's shape, for machines without Criteo's data.
 
-An example is a pure function of (seed, index). Ids follow a power law, popular ids change from day
-to day, and a teacher model draws the label, so that an AUC means something and its ceiling is
-known.
+An example is a pure function of (seed, index), so any number of them is made on the fly and the
+same seed gives the same data. Ids follow a power law, popular ids change from day to day, and a
+teacher model draws the label. The teacher's own probabilities give the best AUC that a model can
+reach, so that a measured AUC can be judged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ADAFEST_NUM_ROWS = [
 NUM_COUNTS = 13
 _NUM_PAIRS = 10
 
-# Purposes of hash words: no two draws share one.
+# Purposes of hash words. No two kinds of draws share one.
 _ID, _LENGTH, _COUNT, _LABEL, _CHURN, _SCRAMBLE, _MAIN, _PAIR, _COUNT_WEIGHT, _WHICH = range(10)
 
 
@@ -39,10 +40,10 @@ class SyntheticClicks(ClickDataset):
 
     Args:
         start: Index of the first example.
-        stop: Index after the last.
+        stop: Index after the last example.
         num_rows: Rows of each feature's table.
         examples_per_day: How many examples make a day.
-        seed: Which stream. The seed of training itself has no say in it.
+        seed: Seed of the stream. The seed of training does not change it.
         zipf: Exponent of the ids' popularity: 0 is uniform, 1.05 resembles Criteo.
         max_ids_per_bag: With 1 every bag holds one id; otherwise bags hold 0 to this many.
         drift: Fraction of the popular places that another id takes over every day.
@@ -92,7 +93,7 @@ class SyntheticClicks(ClickDataset):
 
     @property
     def day_starts(self) -> list[int]:
-        """Where each day begins in this stretch.
+        """Index of the first example of each day in this stretch.
 
         >>> SyntheticClicks(0, 25, [4], examples_per_day=10).day_starts
         [0, 10, 20]
@@ -117,7 +118,7 @@ class SyntheticClicks(ClickDataset):
         )
 
     def bayes_auc(self, num_examples: int = 200_000) -> float:
-        """AUC of the teacher's own probabilities, which no model can beat, on the first examples.
+        """AUC of the teacher's own probabilities on the first examples, which no model can exceed.
 
         AUC = sum_ij p_i (1 - p_j) [p_i > p_j] / (sum_i p_i sum_j (1 - p_j)): labels integrated out.
         """
@@ -127,7 +128,7 @@ class SyntheticClicks(ClickDataset):
         return float((p * misses_below).sum() / (p.sum() * (1 - p).sum()))
 
     def _uniform(self, index_B: U64, purpose: int, lanes: int) -> NDArray[np.float64]:
-        """Numbers in [0, 1), (B, lanes): a fresh one for every seed, purpose, index and lane."""
+        """Numbers in [0, 1), (B, lanes): one for every seed, purpose, index and lane."""
         word_B = mix(index_B ^ salt(self.seed, purpose))
         return unit(mix(word_B[:, None] + mix(np.arange(lanes, dtype=np.uint64))))
 
@@ -144,7 +145,7 @@ class SyntheticClicks(ClickDataset):
         return ids_BFM, present_BFM, counts_BC
 
     def _ranks(self, unit_BFM: NDArray[np.float64]) -> U64:
-        """Popularity ranks with density ~ rank^-zipf, by inverting the continuous power law."""
+        """Ranks of popularity with density ~ rank^-zipf, by inverting the continuous power law."""
         end_F1 = self._rows_F.astype(np.float64)[:, None] + 1.0
         if abs(self.zipf - 1.0) < 1e-6:
             value = end_F1**unit_BFM
@@ -156,7 +157,7 @@ class SyntheticClicks(ClickDataset):
         )
 
     def _ids_from_ranks(self, rank_BFM: U64, index_B: U64) -> U64:
-        """Scatter popular ids over the table; each day another id takes over some of the ranks."""
+        """Scatter popular ids over the table. Each day other ids take over some of the ranks."""
         rows_F1 = self._rows_F[:, None]
         if self.drift:
             day_B11 = (index_B // np.uint64(self.examples_per_day))[:, None, None]
@@ -170,7 +171,7 @@ class SyntheticClicks(ClickDataset):
     def _probability(
         self, ids_BFM: U64, present_BFM: NDArray[np.bool_], counts_BC: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """The teacher: an effect of every id, products of ten pairs of features, and the counts."""
+        """The teacher's click probability: effects of ids, ten pairs of features, and counts."""
         main_BF = self._effects(ids_BFM, present_BFM, _MAIN)
         side_BF = self._effects(ids_BFM, present_BFM, _PAIR)
         num_features = len(self.num_rows)
@@ -221,7 +222,7 @@ class SyntheticData(ClickData):
         train_days: Days to train on.
         val_days: Days after them to validate on.
         test_days: Days after those to test on.
-        seed: Which stream of examples.
+        seed: Seed of the stream of examples.
         zipf: Exponent of the ids' popularity: 0 is uniform, 1.05 resembles Criteo.
         max_ids_per_bag: With 1 every bag holds one id; otherwise bags hold 0 to this many.
         drift: Fraction of the popular places that another id takes over every day.
@@ -276,7 +277,7 @@ class SyntheticData(ClickData):
             rank_zero_info(f"Synthetic clicks: no model's {name} AUROC can exceed {best:.3f}.")
 
     def bayes_auc(self) -> float:
-        """The best AUC that any model can reach on validation days, or on test days if none are."""
+        """The best AUC that a model can reach on validation days, or else on test days."""
         held_out = self.val_set if len(self.val_set) else self.test_set
         assert isinstance(held_out, SyntheticClicks)
         return held_out.bayes_auc(100_000)

@@ -1,9 +1,15 @@
 """Private means and linear models of wide, sparse data, on a CPU.
 
-Reference for all: the poster of Ghazi, Guzman, Kamath, Kumar and Manurangsi 2024, Differentially
-Private Optimization with Sparse Gradients (arXiv:2404.10881). Its noise is for one example replaced
-and by the classical calibration; here one example is added or removed, and the noise comes from
-this package's accounting.
+Noise on a mean of D columns grows with D, even if every example has only a few non-zeros. The
+estimators here use the sparsity, so that their errors grow with the logarithm of D only. `mean.py`
+is the plain mechanism; `projection.py`, `sketch.py` and `bias_reduced.py` improve on it, and
+`output.py` perturbs the minimum of a convex loss. `release.py` is the only file that draws noise.
+`linear_model.py` is the model for users, with the interface of scikit-learn.
+
+The reference for all is the poster of Ghazi, Guzman, Kamath, Kumar and Manurangsi 2024,
+Differentially Private Optimization with Sparse Gradients (arXiv:2404.10881). Its noise is for one
+example replaced and by the classical calibration; here one example is added or removed, and the
+noise comes from this package's accounting.
 """
 
 from lightning_dpsparse.estimators.bias_reduced import (

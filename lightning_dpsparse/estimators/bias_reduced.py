@@ -1,4 +1,4 @@
-"""The subsampled bias-reduced estimator: a large batch's bias for the cost of small ones.
+"""The subsampled bias-reduced estimator: the bias of a large batch at the cost of small ones.
 
 Projection is not linear, so a small batch's estimate is biased. Let m_j be the expectation of
 `projected_mean` on a Poisson sample of 2^j expected examples. A random level k with chance p_k adds
@@ -33,14 +33,14 @@ class Levels:
     """The public choices of a run: which levels there are, and how often each may come."""
 
     num_examples: int
-    """Public. The largest batch, 2^(last + 1), is no larger."""
+    """Public number of examples. The largest batch, 2^(last + 1), is not larger."""
     first: int = 0
-    """The small batch has 2^first expected examples; one, in the poster."""
+    """The small batch has 2^first expected examples. The poster has one, that is first = 0."""
     last: int
     steps: int = 1
-    """The most estimates of a run."""
+    """Largest number of estimates of a run."""
     stops_early: float = 0.1
-    """The chance, at most, of a run that ends before `steps` because a level came too often."""
+    """Upper bound on the chance that a run ends early because a level came too often."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last or 2 ** (self.last + 1) > self.num_examples:
@@ -55,17 +55,17 @@ class Levels:
             )
 
     def rate(self, level: int) -> float:
-        """Of the Poisson sample with 2^level expected examples."""
+        """Rate of the Poisson sample with 2^level expected examples."""
         return 2.0**level / self.num_examples
 
     def chances(self) -> Array:
-        """p_k ~ 2^-k for k = first .. last."""
+        """Chances p_k ~ 2^-k of the levels k = first .. last."""
         weights_K = 2.0 ** -np.arange(self.last - self.first + 1)
         chances_K: Array = weights_K / weights_K.sum()
         return chances_K
 
     def caps(self) -> list[int]:
-        """How often each level may come: seldom reached in `steps` draws, by a union bound."""
+        """How often each level may come. By a union bound, `steps` draws seldom reach a cap."""
         chances_K = self.chances()
         unlikely = self.stops_early / chances_K.size
         # The least c with P(Binomial(steps, p_k) >= c) <= unlikely; no more than can come.
@@ -124,7 +124,7 @@ def bias_reduced_mean(
 def draw_samples(
     num_rows: int, level: int, levels: Levels, noise: np.random.Generator
 ) -> tuple[Mask, Mask, Mask]:
-    """The two halves of the batch, and the small batch: Poisson samples, the last one by itself."""
+    """The two halves of the batch and, drawn independently, the small batch: Poisson samples."""
     in_batch_N = sample(num_rows, levels.rate(level + 1), noise)
     coins_N = sample(num_rows, 0.5, noise)
     in_small_N = sample(num_rows, levels.rate(levels.first), noise)
@@ -163,8 +163,9 @@ def estimate_on(
 
 
 def event_of_bias_reduced(noise_multiplier: float, levels: Levels) -> DpEvent:
-    """What a whole run is charged with, before its levels are drawn: every step and every cap.
+    """The privacy event that a run is charged with before its levels are drawn.
 
+    It charges every step and every cap:
     steps x Poisson(2^first / n, Gaussian(sigma)), the small batches, and for every level k
     cap_k x Poisson(2^(k+1) / n, Gaussian(sigma / sqrt(2))): an example of the batch is in it and in
     one half, which are two sums of noise sigma that see the same sample. Which half is a coin of

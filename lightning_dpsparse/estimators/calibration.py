@@ -1,4 +1,9 @@
-"""Noise for a budget, and the budget that noise has spent; pure DP where delta is zero."""
+"""The noise that a budget needs, and the budget that noise has spent.
+
+Where delta is positive this is the package's accounting by privacy losses. Where delta is zero
+(pure differential privacy) only Laplace noise has a finite cost, which is computed in closed form
+here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from lightning_dpsparse.refused import Refused
 
 
 def spent_epsilon(event: DpEvent, delta: float, grid: float = FINE) -> float:
-    """The epsilon of an event at this delta: by privacy losses, or in closed form at zero."""
+    """The epsilon of an event at this delta, by privacy losses or, at 0, in closed form."""
     return pure_epsilon(event) if delta == 0 else epsilon_of([(event, 1)], delta, grid)
 
 
@@ -45,15 +50,16 @@ def noise_multiplier_for(
 
 
 def grid_for(epsilon: float) -> float:
-    """Of losses: coarser for an epsilon in the hundreds, which would take a minute otherwise.
+    """Spacing of the grid of privacy losses for this epsilon.
 
-    Every grid gives an upper bound.
+    It is coarser for an epsilon in the hundreds, which would take a minute otherwise. Every grid
+    gives an upper bound.
     """
     return max(FINE, 2e-5 * epsilon)
 
 
 def pure_epsilon(event: DpEvent) -> float:
-    """The cost at delta zero: a sum over releases. Infinite for all but Laplace noise.
+    """The epsilon at delta zero, summed over releases. It is infinite for all but Laplace noise.
 
     What costs x on all examples costs ln(1 - q + q e^x) on a Poisson sample of rate q.
     """

@@ -1,4 +1,9 @@
-"""How a linear model is found: by noisy gradient steps, or by one noisy minimum."""
+"""How a linear model is found: by noisy gradient steps, or by one noisy minimum.
+
+`linear_model.py` checks what the user gave and makes a `Problem` of it: bounded examples and public
+numbers. The functions here choose the noise for the budget, fit the weights, and say what was
+spent.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,7 @@ from lightning_dpsparse.estimators.sketch import draw_sketch, sketch_size, sketc
 from lightning_dpsparse.refused import Refused
 
 Estimate = Callable[[Rows], Array]
-"""A private mean of the rows, one for each example."""
+"""A private mean of the rows, of which each example has one."""
 
 _SMALL_BATCH = 4  # the small batch of bias_reduced is up to 2^-4 of the examples
 
@@ -50,7 +55,7 @@ _SMALL_BATCH = 4  # the small batch of bias_reduced is up to 2^-4 of the example
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Bounded examples, and what is public about them."""
+    """Bounded examples, and the public numbers that a fit needs."""
 
     rows_ND: Rows
     labels_N: Array
@@ -61,7 +66,7 @@ class Problem:
     epsilon: float
     delta: float
     is_noise_secret: bool = True
-    """False where the caller gave the generator: whoever can draw the noise can take it off."""
+    """False if the caller gave the generator: who can draw the noise can take it off again."""
 
     @property
     def lipschitz(self) -> float:
@@ -77,17 +82,17 @@ class Problem:
         return "gaussian" if self.delta > 0 else "laplace"
 
     def gradients(self, weights_D: Array) -> Rows:
-        """Of every example: its slope times its row."""
+        """The gradient of every example, which is its slope times its row."""
         return scale_rows(self.rows_ND, self.loss.slopes(self.rows_ND @ weights_D, self.labels_N))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A model, and what it cost."""
+    """The weights of a model, and what they cost."""
 
     weights_D: Array
     event: DpEvent
-    """Not private, where the noise was not secret."""
+    """The privacy event of the fit; a non-private one if the noise was not secret."""
     epsilon: float
     noise_multiplier: float
     steps: int
@@ -95,12 +100,12 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A way to take noisy steps."""
+    """How noisy steps are taken, and what they cost."""
 
     event_of: Callable[[float], DpEvent]
-    """What all steps cost, with this noise multiplier."""
+    """The privacy event of all steps together, for a noise multiplier."""
     estimates: Callable[[float], list[Estimate]]
-    """One for every step."""
+    """The private mean of every step, for a noise multiplier."""
 
 
 def fit_by_steps(
@@ -123,7 +128,7 @@ def fit_by_steps(
 def equal_steps(
     problem: Problem, estimator: str, count: int, rate: float, noise: np.random.Generator
 ) -> Steps:
-    """Plain, projected or sketched means: the same release at every step."""
+    """Steps by plain, projected or sketched means, with the same kind of release at every step."""
     divisor = rate * problem.num_examples
 
     def event_of(noise_multiplier: float) -> DpEvent:
@@ -157,7 +162,7 @@ def equal_steps(
 def _sketch(
     problem: Problem, divisor: float, noise_multiplier: float, noise: np.random.Generator
 ) -> Array:
-    """For the noise of one step; refused where it would measure every column."""
+    """A sketch for the noise of one step; it is refused if it would measure every column."""
     columns = problem.rows_ND.shape[1]
     size = sketch_size(
         num_columns=columns,
@@ -176,7 +181,7 @@ def _sketch(
 
 
 def bias_reduced_steps(problem: Problem, count: int, noise: np.random.Generator) -> Steps:
-    """Small random batches, with levels that are drawn before the first step."""
+    """Steps by small random batches, whose levels are drawn before the first step."""
     largest = problem.num_examples.bit_length() - 1
     if largest < 1:
         raise Refused(
@@ -208,7 +213,7 @@ def bias_reduced_steps(problem: Problem, count: int, noise: np.random.Generator)
 def fit_by_output(
     problem: Problem, regularisation: float | None, radius: float, noise: np.random.Generator
 ) -> Fitted:
-    """The minimum of the regularised mean loss, perturbed."""
+    """Release the minimum of the regularised mean loss, with noise."""
     rows_ND, columns, n = problem.rows_ND, problem.rows_ND.shape[1], problem.num_examples
     bounds: dict[str, Any] = {"lipschitz": problem.lipschitz, "num_examples": n}
     sparsity: dict[str, Any] = {

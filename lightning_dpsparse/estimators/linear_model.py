@@ -1,4 +1,8 @@
-"""Private linear models of wide, sparse data, with scikit-learn's manners and without its code."""
+"""Private linear models of wide, sparse data, with the interface of scikit-learn.
+
+`DPLinearModel` checks parameters and data, bounds the rows, and hands a `Problem` to `fitting.py`.
+It needs no scikit-learn, but its clone, pipelines and searches take the model.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ from lightning_dpsparse.refused import Refused
 EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
 Self = TypeVar("Self", bound="DPLinearModel")
 
-_LABELS = (-1e100, 1e100)  # of the squared loss: the sum of larger losses may overflow
+_LABELS = (-1e100, 1e100)  # range for the squared loss: sums of larger losses may overflow
 
 # N examples, D columns
 
@@ -143,7 +147,7 @@ class DPLinearModel:
         return self
 
     def __sklearn_tags__(self) -> Any:
-        """A binary classifier, or a regressor, of sparse rows. Only scikit-learn asks."""
+        """Tags of a binary classifier or a regressor of sparse rows. Only scikit-learn asks."""
         from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags
 
         is_classifier = self.loss == "logistic"
@@ -217,7 +221,7 @@ class DPLinearModel:
         return self
 
     def _checked_delta(self, num_examples: int) -> float:
-        """The delta of a fit: refused where it protects nobody, warned of where it is large."""
+        """The delta of a fit. One that protects nobody is refused, a large one is warned of."""
         if self.delta is None:
             return default_delta(num_examples)
         check_delta(self.delta, num_examples)
@@ -227,7 +231,7 @@ class DPLinearModel:
         return float(self.delta)
 
     def _check(self) -> None:
-        """Of parameters, before the data is looked at."""
+        """Check the parameters before the data is looked at."""
         for name, choices in (("loss", LossName), ("estimator", EstimatorName)):
             if getattr(self, name) not in get_args(choices):
                 raise Refused(
@@ -281,7 +285,7 @@ class DPLinearModel:
         return keep_rows(rows_ND, kept_N), np.where(kept_N, labels_N, 0.0)
 
     def _rows(self, given_ND: Rows) -> Rows:
-        """As the loss bounds need them: limited, then clipped."""
+        """Rows as the bounds of the loss need them: limited in non-zeros, then clipped."""
         return clip_rows(limit_nonzeros(given_ND, self.max_nonzeros), self.feature_norm)
 
     # ---- predicting ------------------------------------------------------------------------------

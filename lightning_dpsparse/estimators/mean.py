@@ -1,4 +1,8 @@
-"""A clipped sum with noise: the plain mechanism, and what the others start from."""
+"""The plain mechanism: a clipped sum with noise, divided by a public number.
+
+Its error grows with the square root of the number of columns. `projection.py`, `sketch.py` and
+`bias_reduced.py` start from it and do better on sparse examples.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,9 @@ def noisy_mean(
 def event_of_mean(
     noise_multiplier: float, *, kind: Kind = "gaussian", rate: float = 1.0
 ) -> DpEvent:
-    """Of one `noisy_mean` on all examples, or on a Poisson sample of them, its noise kept secret.
+    """The privacy event of one `noisy_mean`, of all examples or of a Poisson sample of them.
+
+    It holds if the noise is kept secret.
 
     Laplace noise of scale b / Delta costs Delta / b for every l1 bound Delta, in any dimension.
 

@@ -1,4 +1,9 @@
-"""Output perturbation with an l_inf projection, for convex losses with sparse gradients."""
+"""Output perturbation with an l_inf projection, for convex losses with sparse gradients.
+
+A regularised convex loss has one minimum, and one example moves it only a little. The minimum is
+found without noise, released once with noise of that sensitivity, and moved back into a ball. The
+sensitivity includes what the solver and float64 leave. `linear_model.py` calls it "output".
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from lightning_dpsparse.refused import Refused
 # n a public constant. "Tolerance" bounds ||grad F|| where a solver stopped.
 
 BLOCK = 1 << 16
-"""Examples whose gradients are added up before the next ones: one long sum would err by more."""
+"""Number of examples whose gradients are added in one block; one long sum would err by more."""
 
 
 def perturbed_minimiser(
@@ -171,5 +176,5 @@ def minimise(
 
 
 def event_of_output(noise_multiplier: float, *, kind: Kind = "gaussian") -> DpEvent:
-    """One release of the minimiser: without sampling, however long the solver took."""
+    """The privacy event of releasing the minimiser once. The steps of the solver cost nothing."""
     return event_of_mean(noise_multiplier, kind=kind)

@@ -1,4 +1,9 @@
-"""The projection mechanism: a noisy mean, brought back to where sparse means can be."""
+"""The projection mechanism: a noisy mean, moved to the nearest point where a sparse mean can be.
+
+Means of sparse, bounded examples lie in a small l1 ball. The noise of `mean.py` leaves the ball in
+nearly all of the D columns; the nearest point in the ball has lost most of that noise, and finding
+it costs no privacy.
+"""
 
 from __future__ import annotations
 
@@ -48,5 +53,5 @@ def projected_mean(
 def event_of_projection(
     noise_multiplier: float, *, kind: Kind = "gaussian", rate: float = 1.0
 ) -> DpEvent:
-    """The noisy mean's: what comes after it is post-processing."""
+    """The privacy event of the noisy mean. The projection after it is post-processing."""
     return event_of_mean(noise_multiplier, kind=kind, rate=rate)

@@ -1,4 +1,4 @@
-"""Noise, and what it hides, on one public grid. Nothing else in `estimators/` draws noise.
+"""Noise and statistic on one public grid. Nothing else in `estimators/` draws noise.
 
 A float64 sum x + n tells more than its value: which numbers it can take depends on x, and its low
 bits may give x away (Mironov 2012; `noise/grid.py`). Here the statistic and the noise are whole
@@ -34,15 +34,15 @@ Kind = Literal["gaussian", "laplace"]
 Whole = NDArray[np.int64]
 
 _FINER = 2.0**-10
-"""The spacing here over that of `grid_of`, whose whole numbers have to fit into float32."""
+"""The spacing here divided by that of `grid_of`, whose numbers have to fit into float32."""
 _LEAST = 2.0**-8
 """The smallest noise multiplier that makes the grid finer."""
 _LARGEST = 2.0**62
-"""Where a point is cut off, in spacings, to fit into an integer. That moves no two points apart."""
+"""Largest coordinate of a point, in spacings, to fit an integer. Cutting moves no two apart."""
 _CLIP_ERROR = 2.0**-52
-"""Of a clipped row's norm, for each of its numbers and 16 more."""
+"""Relative error of the norm of a clipped row, for each of its numbers and 16 more."""
 _FAR = 32
-"""Halvings after which the next ones are drawn anew."""
+"""Number of halvings after which the next ones are drawn anew."""
 
 # D numbers
 
@@ -50,10 +50,10 @@ _FAR = 32
 def spacing_of(sensitivity: float, noise_multiplier: float) -> float:
     """The spacing of the grid: a power of two, 2^-30 to 2^-29 of the noise's scale.
 
-    So fine that a million columns add two millionths of the noise to an l2 sensitivity, and so
-    coarse that float64 draws of a generator leave no whole number out: some 2^20 of numpy's normal
-    draws lead to each within 4 standard deviations, and at least one within 8. Below a noise
-    multiplier of 2^-8 it stays as it is there, so that large sums fit.
+    It is so fine that a million columns add two millionths of the noise to an l2 sensitivity, and
+    so coarse that float64 draws of a generator leave no whole number out: some 2^20 of numpy's
+    normal draws lead to each number within 4 standard deviations, and at least one within 8. Below
+    a noise multiplier of 2^-8 the spacing stays as it is at 2^-8, so that large sums fit.
 
     >>> spacing_of(1.0, 1.0) == 2.0**-29, spacing_of(0.5, 1.5) == 2.0**-30
     (True, True)
@@ -112,7 +112,7 @@ def release_point(
 
 
 def priced_clip_norm(clip_norm: float, num_columns: int) -> float:
-    """What one row of `clip_rows` adds to a sum at most: (1 + (D + 16) 2^-52) clip_norm."""
+    """The most that one row of `clip_rows` adds to a sum: (1 + (D + 16) 2^-52) clip_norm."""
     return clip_norm * (1.0 + (num_columns + 16) * _CLIP_ERROR)
 
 
@@ -149,7 +149,7 @@ def laplace(source: np.random.Generator, size: int) -> Array:
 
 
 def _halvings(source: np.random.Generator, size: int) -> Whole:
-    """How often a fair coin shows heads before tails; numpy's own draws end at 53."""
+    """How often a fair coin shows heads before it shows tails; numpy's own draws end at 53."""
     found_D = np.minimum(source.geometric(0.5, size) - 1, _FAR)
     far_D = np.flatnonzero(found_D == _FAR)
     if far_D.size:

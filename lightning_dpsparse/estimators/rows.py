@@ -1,6 +1,7 @@
-"""Examples as sparse rows: bounded in norm and in number of non-zeros, each by itself.
+"""Examples as sparse rows, which are bounded in norm and in number of non-zeros.
 
-Nothing here looks at two rows at once, so adding or removing an example never moves another.
+No function that changes rows looks at two of them at once, so adding or removing an example never
+moves another one: the sensitivity of a sum of rows is the bound on one row.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Rows = Any
 
 
 def numbers(values: Any, name: str) -> Rows:
-    """Values as an array, or as the scipy.sparse one that they are, in float64.
+    """Values as a float64 array; scipy.sparse arrays stay sparse.
 
-    Guarantees: the error tells of their type, and never of a value nor of its length.
+    Guarantees: an error tells the type of the values, and never a value or its length.
     """
     found = values if sparse.issparse(values) else np.asarray(values)
     if found.dtype.kind not in "biuf":
@@ -46,7 +47,7 @@ def as_rows(vectors_ND: Rows) -> Rows:
 def finite_rows(rows_ND: Rows) -> Mask:
     """Which CSR rows have finite entries only."""
     is_bad = ~np.isfinite(rows_ND.data)
-    if not is_bad.any():  # nearly always, and quicker
+    if not is_bad.any():  # this is nearly always so, and quick to see
         return np.ones(rows_ND.shape[0], np.bool_)
     finite_N: Mask = row_sums(rows_ND, is_bad) == 0
     return finite_N
@@ -75,7 +76,8 @@ def row_norms(rows_ND: Rows, order: Literal[1, 2]) -> Array:
     """The l1 or l2 norm of every row."""
     if order == 1:
         return row_sums(rows_ND, np.abs(rows_ND.data))
-    # Squares overflow, so scale by the largest entry: of the row, or one row would hide another.
+    # Squares can overflow, so each row is scaled by its own largest entry. The largest entry of all
+    # rows would make small rows vanish.
     row, largest_N = row_of(rows_ND), np.full(rows_ND.shape[0], 1e-300)
     np.maximum.at(largest_N, row, np.abs(rows_ND.data))
     shares_N = np.sqrt(row_sums(rows_ND, (rows_ND.data / largest_N[row]) ** 2))
@@ -103,7 +105,7 @@ def clip_rows(vectors_ND: Rows, clip_norm: float, order: Literal[1, 2] = 2) -> R
 
 
 def limit_nonzeros(vectors_ND: Rows, max_nonzeros: int) -> Rows:
-    """At most so many non-zeros in a row: of more, those whose columns come first in a fixed order.
+    """Keep at most `max_nonzeros` entries of a row: those whose columns are first in a fixed order.
 
     The order is a public hash of the column's number: the same for every row and every data set.
     """
@@ -127,7 +129,7 @@ def sum_of(rows_ND: Rows) -> Array:
 
 
 def sample(num_rows: int, rate: float, noise: np.random.Generator) -> Mask:
-    """A Poisson sample: each row with probability `rate`, independently."""
+    """A Poisson sample: it has each row with probability `rate`, independently."""
     if rate == 1:
         return np.ones(num_rows, np.bool_)
     drawn_N: Mask = noise.random(num_rows) < rate

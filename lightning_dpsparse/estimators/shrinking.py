@@ -1,4 +1,8 @@
-"""Nearest points of two balls: both move every coordinate towards zero by the same amount."""
+"""The nearest points of two balls.
+
+Both move every coordinate towards zero by the same amount, as far as it goes. `projection.py` needs
+the nearest point of an l1 ball in l2, and `output.py` that of an l2 ball in l_inf.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from lightning_dpsparse.estimators.rows import Array
 
 
 def shrink(point_D: Array, threshold: float) -> Array:
-    """sign(x) max(0, |x| - t): in every norm the smallest point within t of x in l_inf."""
+    """sign(x) max(0, |x| - t), which is in every norm the smallest point within t of x in l_inf."""
     shrunk_D: Array = np.sign(point_D) * np.maximum(np.abs(point_D) - threshold, 0.0)
     return shrunk_D
 

@@ -1,4 +1,9 @@
-"""Gaussian l1 recovery: fewer noisy numbers than columns, and the least mean with these."""
+"""Gaussian l1 recovery: a mean from fewer noisy numbers than it has columns.
+
+A random matrix (the sketch) maps every example to a few measurements, and only these get noise. The
+mean is then the vector of least l1 norm with these measurements, which is found by a linear program
+(basis pursuit) and is close to the true mean if that is nearly sparse.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ _CHUNK = 1 << 22  # entries of sketched examples at a time
 def sketch_size(
     *, num_columns: int, max_nonzeros: int, divisor: float, noise_multiplier: float
 ) -> int:
-    """M = n / sigma sqrt(s ln(d/s)) measurements, and no more than columns; n is the divisor.
+    """Number of measurements, M = n / sigma sqrt(s ln(d/s)), at most the columns; n is the divisor.
 
     Basis pursuit from M Gaussian measurements errs by at most a constant times
 
@@ -36,7 +41,7 @@ def sketch_size(
     sigma = sqrt(ln(1/delta)) / epsilon it is the poster's, epsilon n sqrt(s ln(d/s) / ln(1/delta)).
     sigma is that of *one* release: a step of many has a larger one, and a smaller sketch.
 
-    As many as columns means that a sketch gains nothing: take the plain mechanism.
+    If M is the number of columns, a sketch gains nothing: take the plain mechanism.
     Reference: the poster, Gaussian l1-Recovery; Wojtaszczyk 2010 for the error.
     """
     spread = max_nonzeros * math.log(max(math.e, num_columns / max_nonzeros))
@@ -48,7 +53,7 @@ def sketch_size(
 def draw_sketch(
     num_measurements: int, num_columns: int, noise: np.random.Generator | None = None
 ) -> Array:
-    """A matrix of independent N(0, 1/M) entries, dense. It depends on no data."""
+    """A dense matrix of independent N(0, 1/M) entries. It depends on no data."""
     if num_measurements >= num_columns:
         raise Refused(
             f"Expected fewer measurements than columns, found {num_measurements} and "
@@ -64,7 +69,7 @@ def draw_sketch(
 
 
 def sketched_clip_norm(clip_norm: float, num_measurements: int) -> float:
-    """Where sketched examples are clipped: three standard deviations above the norm they keep.
+    """Norm to which sketched examples are clipped: three standard deviations above their own.
 
     ||A z|| / ||z|| has mean 1 and standard deviation (2M)^(-1/2), nearly.
     """
@@ -136,5 +141,5 @@ def recover(sketch_MD: Array, measured_M: Array) -> Array:
 
 
 def event_of_sketch(noise_multiplier: float, *, rate: float = 1.0) -> DpEvent:
-    """A Gaussian's: the clip after the sketch is its sensitivity, whatever the matrix."""
+    """The privacy event of a Gaussian. The clip after the sketch bounds its sensitivity."""
     return event_of_mean(noise_multiplier, rate=rate)

@@ -1,4 +1,9 @@
-"""Causal self-attention, of layers whose per-example gradients private training can see."""
+"""Causal self-attention, built of layers whose per-example gradients private training can see.
+
+Private training needs the norm of each example's gradient, and computes it from what goes into and
+comes out of layers that it knows, such as `nn.Linear`. `nn.MultiheadAttention` hides its products
+from it, so attention is built of such layers here. `sasrec.py` uses it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing_extensions import override
 class CausalAttention(nn.Module):
     """Every position reads itself and those before it.
 
-    softmax(q k^T / sqrt(h)) v in every head. `nn.MultiheadAttention` would hide these products.
+    Each head computes softmax(q k^T / sqrt(h)) v.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
@@ -34,7 +39,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each as x + dropout(f(norm(x)))."""
+    """Attention and a feed-forward layer, each computed as x + dropout(f(norm(x)))."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()

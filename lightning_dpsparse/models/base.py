@@ -1,4 +1,9 @@
-"""What every model shares: losses, metrics and an optimizer for the dense layers."""
+"""What every model shares: losses, metrics and an optimizer for the dense layers.
+
+`training_step` returns the losses of all examples and not their mean, because the private step
+clips each example by itself. The tables are not in `configure_optimizers`: the strategy updates
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,12 @@ from typing_extensions import override
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Adagrad with a learning rate of 0.01."""
     return torch.optim.Adagrad(parameters, lr=0.01)
 
 
 class RecommenderModule(LightningModule):
-    """Trains on one loss per example, and measures itself in validation and test.
+    """Trains on one loss per example, and computes metrics in validation and test.
 
     Args:
         make_metrics: Makes the metrics from the prefix of their names.
@@ -46,10 +52,10 @@ class RecommenderModule(LightningModule):
 
     @abstractmethod
     def example_losses(self, batch: Batch) -> Tensor:
-        """The exact loss of every example, (B,). Where tables are sharded, all ranks call it."""
+        """The exact loss of every example, (B,). If tables are sharded, all ranks must call it."""
 
     def _training_losses(self, batch: Batch) -> Tensor:
-        """What training minimises: the same, or something cheaper."""
+        """The losses that training minimises: the exact ones, unless a model has cheaper ones."""
         return self.example_losses(batch)
 
     @abstractmethod
@@ -66,7 +72,7 @@ class RecommenderModule(LightningModule):
     def _logs_train_loss(self) -> bool:
         if self.log_train_loss is not None:
             return self.log_train_loss
-        # Without a trainer nothing is logged.
+        # Without a trainer, `log` does nothing.
         return self._trainer is None or getattr(self.trainer.strategy, "privacy", None) is None
 
     @override
@@ -79,7 +85,7 @@ class RecommenderModule(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        # Without dense layers, an optimizer of nothing: the tables follow its schedule.
+        # Without dense layers the optimizer has no parameters, but the tables follow its schedule.
         optimizer = self._optimizer(list(self.parameters()) or [{"params": []}])
         if self._lr_scheduler is None:
             return optimizer

@@ -1,4 +1,8 @@
-"""What every click model shares: loss, metrics, tables."""
+"""What every click model shares: the loss, the metrics and the tables.
+
+A batch has counts and bags of ids (`data/batch.py`). A model turns it into one logit per example;
+`ClickModule` makes losses, metrics and predictions of the logits. See `dlrm.py` and `pctr.py`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ def feature_names(num_features: int) -> list[str]:
 
 
 def check_num_rows(num_rows: list[int]) -> None:
-    """Refuse tables that cannot be."""
+    """Refuse a list without tables, and tables without rows."""
     if not num_rows or min(num_rows) < 1:
         raise Refused(
             f"Expected num_rows with a table of at least 1 row for each feature, found {num_rows}."

@@ -1,4 +1,8 @@
-"""TorchRec's DLRM and DLRM-DCN as LightningModules."""
+"""TorchRec's DLRM and DLRM-DCN as LightningModules.
+
+The networks are TorchRec's own; the modules here build them from numbers that a recipe can hold,
+one table for each categorical feature, and return one loss per example (`click.py`, `base.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Metrics of click models, in memory that does not grow with the epoch."""
+"""Metrics of click models, in memory that does not grow with the epoch.
+
+All but AUROC are ratios of four sums, which are kept in float64 and added over ranks.
+`retrieval.py` has the metrics of models that rank items.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing_extensions import override
 
 
 class _ClickSums(Metric):
-    """Float64 sums that the metrics below are ratios of."""
+    """The float64 sums of which the metrics below are ratios."""
 
     full_state_update = False
     examples: Tensor
@@ -51,7 +55,7 @@ class LogLoss(_ClickSums):
 
 
 class NormalizedEntropy(_ClickSums):
-    """Log loss over that of predicting the average click rate: below 1 is better than that.
+    """Log loss divided by the log loss of always predicting the average click rate; 1 is no better.
 
     Reference: He et al. 2014, Practical Lessons from Predicting Clicks on Ads at Facebook.
 
@@ -70,7 +74,7 @@ class NormalizedEntropy(_ClickSums):
 
 
 class Calibration(_ClickSums):
-    """Predicted clicks over real clicks: 1 is calibrated.
+    """Predicted clicks divided by real clicks; 1 is calibrated.
 
     >>> metric = Calibration()
     >>> metric(torch.tensor([0.75, 0.75]), torch.tensor([0.0, 1.0])).item()

@@ -1,4 +1,11 @@
-"""What models of the next item share: negatives of an example's own, and answers from all items."""
+"""What models of the next item share: negatives for each example, and a search over all items.
+
+Training tells the item that comes next from a few others (negatives). Taking them from the other
+examples of the batch is common and cheap, but couples the examples: the gradient of one person
+would depend on the items of others, and clipping would bound nobody's influence. Here each example
+has its own negatives, drawn from a public distribution. Evaluation ranks all items, across ranks
+(`sharded/items.py`). See `two_tower.py` and `sasrec.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +37,19 @@ class NextItemModule(RecommenderModule):
     """Predicts an item from earlier ones, by products with the rows of a table named "item".
 
     A batch has the features `context` (any number of ids) and `label` (one id), in that order.
-    Training tells items from negatives that the module draws, for each example its own; evaluation
+    Training tells the next item from negatives that the module draws for each example. Evaluation
     ranks all items.
 
     Guarantees: an example's loss depends on this example and on public draws alone.
 
     Args:
-        num_items: Items there are: rows of a table.
+        num_items: Number of items, which is the number of rows of a table.
         embedding_dim: Width of the tables.
-        num_negatives: Items that an example draws in training.
+        num_negatives: Number of items that are drawn for each example in training.
         negatives: How these are drawn: "uniform", or by one public weight for every item in a file,
             .npy or .npz (there under the name "item").
         temperature: Scores are divided by this.
-        normalize: Score by the angle: what is predicted and items are scaled to length one.
+        normalize: Score by the angle: predictions and items are scaled to length one.
         optimizer: Trains the dense layers.
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
@@ -85,21 +92,21 @@ class NextItemModule(RecommenderModule):
         if weight_R is not None:
             log_q_R = (weight_R / weight_R.sum()).log().float()
             cumulative_R = weight_R.cumsum(0)
-            cumulative_R /= cumulative_R[-1].clone()  # to one exactly, above every draw
+            cumulative_R /= cumulative_R[-1].clone()  # the last is exactly 1, above every draw
         self.register_buffer("log_q_R", log_q_R, persistent=False)
         self.register_buffer("cumulative_R", cumulative_R, persistent=False)
         self._generator: torch.Generator | None = None
 
     @abstractmethod
     def _queries_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What items are scored with, and the rows of the labels, (B, D) each."""
+        """The vectors that items are scored with, and the rows of the labels, (B, D) each."""
 
     @abstractmethod
     def sampled_losses(self, batch: Batch, negatives_BK: Tensor) -> Tensor:
-        """What training minimises, given each example's own negatives, (B,)."""
+        """The losses that training minimises, given the negatives of each example, (B,)."""
 
     def _table_settings(self) -> dict[str, Any]:
-        """Of a table with a row for every item."""
+        """Settings of a table with a row for every item."""
         bound = self.embedding_dim**-0.5
         return {
             "num_embeddings": self.num_items,
@@ -112,7 +119,7 @@ class NextItemModule(RecommenderModule):
     def draw_negatives(self, batch: Batch) -> Tensor:
         """Items (B, K), independent of the batch's contents and of each other."""
         device, size = batch.sparse_features.device(), batch.sparse_features.stride()
-        if self._generator is None:  # ranks that share a seed draw different items
+        if self._generator is None:  # ranks share a seed, but must draw different items
             seed = (torch.initial_seed() + self.global_rank) % (1 << 63)
             self._generator = torch.Generator(device).manual_seed(seed)
         shape, random = (size, self.num_negatives), self._generator
@@ -143,14 +150,14 @@ class NextItemModule(RecommenderModule):
 
     @override
     def on_train_start(self) -> None:
-        self._tell_epoch()  # resumed in the middle of an epoch, Lightning does not start it again
+        self._tell_epoch()  # Lightning calls no epoch start when it resumes within an epoch
 
     @override
     def on_train_epoch_start(self) -> None:
         self._tell_epoch()
 
     def _tell_epoch(self) -> None:
-        """Data modules that draw their examples anew in every epoch want to know it."""
+        """Tell the epoch to data modules that draw their examples anew in every epoch."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "set_epoch"):
             data.set_epoch(self.current_epoch)
@@ -159,7 +166,7 @@ class NextItemModule(RecommenderModule):
 
     @property
     def items(self) -> ItemTable:
-        """All items, to be searched."""
+        """The table of all items, for searches."""
         return ItemTable(self, "item", normalize=self.normalize)
 
     @override
@@ -190,6 +197,7 @@ class NextItemModule(RecommenderModule):
 
 
 def check_features(features: KeyedJaggedTensor) -> None:
+    """Refuse batches with other features than `context` and `label`."""
     if features.keys() != ["context", "label"]:
         raise Refused(
             f"Expected the features ['context', 'label'], found {features.keys()}. Give the "
@@ -210,7 +218,7 @@ def labels(batch: Batch) -> Tensor:
 
 
 def _public_weights(negatives: str, num_items: int) -> Tensor | None:
-    """How likely each item is to be drawn, (R,) in float64 and to scale; None if all are alike."""
+    """Weight with which each item is drawn, (R,) in float64; None if all are equally likely."""
     if negatives == "uniform":
         return None
     if negatives == "in_batch":

@@ -1,4 +1,8 @@
-"""The pCTR model of the AdaFEST paper (Ghazi et al. 2023, appendix D.1.1)."""
+"""The pCTR model of the AdaFEST paper (Ghazi et al. 2023, appendix D.1.1).
+
+The width of a table grows with its vocabulary, as in the paper, so that results can be compared.
+`click.py` has the loss and the metrics.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from lightning_dpsparse.models.click import (
 
 
 def embedding_width(num_rows: int) -> int:
-    """int(2 V^0.25), the paper's rule.
+    """Width of a table with V rows, int(2 V^0.25), by the rule of the paper.
 
     >>> embedding_width(1472), embedding_width(3)
     (12, 2)

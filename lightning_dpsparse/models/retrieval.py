@@ -1,4 +1,8 @@
-"""Metrics of models that rank items, in memory that does not grow with the epoch."""
+"""Metrics of models that rank items, in memory that does not grow with the epoch.
+
+An example has one label, and a model answers with its best items. How often the label stood at each
+place of the answer is all that recall and precision need. `metrics.py` has those of click models.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ CUTOFFS = (1, 5, 10, 20)
 class _LabelPlaces(Metric):
     """How often the one label of an example stood at each place of its answer.
 
-    All metrics below keep the same sums, so that a collection of them keeps them once.
+    All metrics below have the same state, so that a collection of metrics stores it once.
     """
 
     full_state_update = False

@@ -1,4 +1,9 @@
-"""SASRec: self-attentive sequential recommendation (Kang and McAuley 2018, arXiv:1808.09781)."""
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley 2018, arXiv:1808.09781).
+
+The next item depends on the order of the last ones. Every position of a sequence predicts the item
+after it by causal self-attention (`attention.py`), so one example trains as many predictions as it
+has positions. One table holds the items. `next_item.py` has the loss and the search over all items.
+"""
 
 from __future__ import annotations
 
@@ -23,47 +28,47 @@ from lightning_dpsparse.refused import Refused
 
 
 class Positions(NamedTuple):
-    """What every position of every example predicts, and what it should.
+    """What every position of every example predicts, and what it should predict.
 
-    Sequences begin at position 0, and what is beyond their end counts nothing.
+    Sequences begin at position 0. Positions beyond the end of a sequence do not count.
     """
 
     output_BTD: Tensor
     row_BTD: Tensor
-    """The row of the item that comes next."""
+    """The row of the item that comes next, in the table."""
     item_BT: Tensor
-    """This item."""
+    """The item that comes next."""
     is_last_BT: Tensor
-    """Whether what comes next is the label."""
+    """Whether the item that comes next is the label."""
     is_real_BT: Tensor
-    """Whether the sequence reaches so far. An empty one has a position too, which reads nothing."""
+    """Whether the position is in the sequence. An empty sequence has one position too."""
     negative_BKD: Tensor | None
-    """The rows of the example's negatives."""
+    """The rows of the negatives of each example; None outside of training."""
 
 
 class SASRecModule(NextItemModule):
     """Predicts the next item from the order of earlier ones, by causal self-attention.
 
-    One table has a row for every item, which is read alike by the sequence, by what comes next in
-    it and by negatives. A batch has the features `context` (ids in order of time, any number of
-    them) and `label` (the id that comes next), in that order. In training every position tells the
-    item that comes next from negatives that the module draws, for each example its own; evaluation
+    One table has a row for every item. The items of the sequence, those that come next and the
+    negatives are all read from it. A batch has the features `context` (ids in order of time, any
+    number of them) and `label` (the id that comes next), in that order. In training every position
+    tells the item that comes next from negatives that the module draws for each example. Evaluation
     ranks all items for the last position.
 
     It differs from the paper in the loss, a softmax over an example's negatives instead of a binary
     one; in scaling scores, if asked to; and in counting positions from a sequence's beginning.
 
-    Guarantees: an example's loss depends on this example and on public draws alone, and so it does
-    with dropout.
+    Guarantees: an example's loss depends on this example and on public draws alone, with and
+    without dropout.
 
     Args:
-        num_items: Items there are: rows of the table.
+        num_items: Number of items, which is the number of rows of the table.
         embedding_dim: Width of the table and of all layers.
-        max_length: The most ids of a context that are read: its latest.
+        max_length: The largest number of ids of a context that are read. Its latest ids are read.
         num_blocks: Blocks of attention and feed-forward layers, one above the other.
         num_heads: Heads of attention, which divide `embedding_dim`.
         dropout: How likely a number is to be left out in training.
-        num_negatives: Items that all positions of an example are told from in training.
+        num_negatives: Number of items that the next items of an example are told from in training.
         negatives: How these are drawn: "uniform", or by one public weight for every item in a file,
             .npy or .npz (there under the name "item").
         temperature: Scores are divided by this.
@@ -138,7 +143,7 @@ class SASRecModule(NextItemModule):
         label_B = labels(batch)
         embedded = self.tables(_features(context, label_B, negatives_BK))
         rows = {name: embedded[name].values() for name in ("context", "label", "negatives")}
-        # Position 0 is there even if a context is empty: it says what is likely knowing nothing.
+        # An empty context has position 0 too, which predicts an item without any history.
         length_B = context.lengths()
         last_B = (length_B - 1).clamp_min(0)
         num_positions = 1 + max(last_B.tolist(), default=0)
@@ -167,7 +172,7 @@ class SASRecModule(NextItemModule):
         )
 
     def _latest(self, context: JaggedTensor) -> JaggedTensor:
-        """The last ids of every context. Others are not even read, and so get no gradient."""
+        """The last ids of every context. The others are not read, and so get no gradient."""
         end_L = context.offsets()[1:].repeat_interleave(context.lengths())
         from_end_L = end_L - torch.arange(len(end_L), device=end_L.device)
         return JaggedTensor(
@@ -179,7 +184,7 @@ class SASRecModule(NextItemModule):
     def sampled_losses(self, batch: Batch, negatives_BK: Tensor) -> Tensor:
         """Mean over an example's positions of the softmax cross-entropy of what comes next, (B,).
 
-        Against the example's own negatives, at every position those that do not come next.
+        Each position uses those negatives of its example that do not come next.
         """
         found = self(batch, negatives_BK)
         assert found.negative_BKD is not None
@@ -201,7 +206,7 @@ class SASRecModule(NextItemModule):
 def _features(
     context: JaggedTensor, label_B: Tensor, negatives_BK: Tensor | None
 ) -> KeyedJaggedTensor:
-    """Context, label, and a sequence of all negatives of an example, which may be empty."""
+    """The features that the table is read with: context, label, and the negatives of an example."""
     length_B = context.lengths()
     values, num_negatives = [context.values(), label_B], 0
     if negatives_BK is not None:
@@ -216,7 +221,7 @@ def _features(
 
 
 def _padded(value_L: Tensor, holds_BT: Tensor) -> Tensor:
-    """One after the other to where they belong, (B, T, ...), with zeros elsewhere."""
+    """Values of all sequences, put to their positions (B, T, ...), with zeros elsewhere."""
     flat = value_L.new_zeros(holds_BT.numel(), *value_L.shape[1:])
     flat = flat.index_copy(0, holds_BT.flatten().nonzero().squeeze(1), value_L)
     return flat.unflatten(0, holds_BT.shape)

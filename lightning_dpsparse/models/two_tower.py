@@ -1,4 +1,9 @@
-"""The ID-based dual encoder of the EANA paper (Ning et al. 2022, section 4.1.2)."""
+"""The ID-based dual encoder of the EANA paper (Ning et al. 2022, section 4.1.2).
+
+One tower encodes what a user watched before, the other has a vector for every item; the next item
+is the one whose vector fits best. `next_item.py` has the training loss and the search over all
+items.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +31,17 @@ class TwoTowerModule(NextItemModule):
 
     One tower averages the context's rows and sends them through dense layers; the other is a row of
     its own for every item. A batch has the features `context` (any number of ids) and `label` (one
-    id), in that order. Training tells a label from negatives that the module draws, for each
-    example its own; evaluation ranks all items.
+    id), in that order. Training tells a label from negatives that the module draws for each
+    example. Evaluation ranks all items.
 
     Guarantees: an example's loss depends on this example and on public draws alone.
 
     Args:
-        num_items: Items there are: rows of either table.
+        num_items: Number of items, which is the number of rows of either table.
         embedding_dim: Width of both tables.
         context_layers: Sizes of the dense layers above the context's rows, with ReLU between; the
             last must be `embedding_dim`. An empty list leaves them out.
-        num_negatives: Items that an example's label is told from in training.
+        num_negatives: Number of items that the label of an example is told from in training.
         negatives: How these are drawn: "uniform", or by one public weight for every item in a file,
             .npy or .npz (there under the name "item").
         temperature: Scores are divided by this.

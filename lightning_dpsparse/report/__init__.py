@@ -1,6 +1,9 @@
 """The privacy report: the facts of a run, as JSON for programs and one HTML page for a reviewer.
 
-Standard library only, and no network: the page holds its style and its drawing itself.
+A guarantee is worth what a reviewer can check. `facts.py` collects what a run did and claims,
+`page.py` turns it into a page whose sections follow a published checklist, and the functions here
+write, read and extend the two files. The package uses the standard library only, and the page needs
+no network, because it holds its style (`style.py`) and its drawing (`plot.py`) itself.
 """
 
 from __future__ import annotations
@@ -90,12 +93,12 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def add_audit(folder: Path, audit: Mapping[str, Any]) -> None:
-    """Join an audit's result to the report in `folder`."""
+    """Add the result of an audit to the report in `folder`."""
     facts = read(folder)
     write({**facts, "audits": [*facts["audits"], dict(audit)]}, folder)
 
 
 def add_exposures(folder: Path, exposures: Sequence[Mapping[str, Any]]) -> None:
-    """Join the exposures of canaries to the report in `folder`, if there is one."""
+    """Add the exposures of canaries to the report in `folder`, if there is one."""
     if (folder / JSON_NAME).is_file():
         write({**read(folder), "exposures": [dict(exposure) for exposure in exposures]}, folder)

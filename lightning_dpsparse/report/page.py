@@ -1,4 +1,10 @@
-"""The page: its sections, in the order in which a reviewer asks."""
+"""The HTML page of a privacy report.
+
+Its sections are in the order in which a reviewer asks: what is guaranteed, what ran, what was
+charged, what was assumed and what is not covered. The last section is a published checklist
+(Ponomareva et al. 2023) with links to the answers. Values come from the facts through `leaf` and
+`escape` only.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +55,7 @@ _CHECKLIST = [
 
 
 def page(facts: Facts) -> str:
+    """The whole page as text."""
     sections = [
         ("guarantee", "Guarantee", _guarantee(facts)),
         ("ran", "What ran", _ran(facts)),
@@ -101,13 +108,13 @@ them in full.</p>
 
 
 def _is_private(facts: Facts) -> bool:
-    """What the facts say, but never without a bound or with a fault."""
+    """Whether the run is private: the facts say so, epsilon is bounded, and there is no fault."""
     found = facts["guarantee"]
     return bool(found["is_private"]) and found["epsilon"] is not None and not found["faults"]
 
 
 def _verdict(facts: Facts) -> tuple[str, str]:
-    """The box's class, and its verdict in words."""
+    """The CSS class of the box, and the verdict in words."""
     if not _is_private(facts):
         return "broken", "NOT PRIVATE"
     if _audit_failed(facts):
@@ -122,7 +129,7 @@ def _audit_failed(facts: Facts) -> bool:
 
 
 def _epsilon_head(facts: Facts) -> str:
-    """Numbers of a run that is not private must not be quoted as its guarantee."""
+    """Head of a column of epsilons. Those of a run that is not private are no guarantee."""
     return "ε (epsilon), " + ("at most" if _is_private(facts) else "computed but not guaranteed")
 
 
@@ -233,7 +240,7 @@ def _cross_check(facts: Facts) -> str:
 
 
 def _assumed(facts: Facts) -> str:
-    """Older reports lack these."""
+    """What was taken on the user's word. Older reports lack this fact."""
     note = "<p>Taken on the user's word. What the run measured itself is not listed.</p>"
     if not facts.get("assumptions"):
         return "<p>Nothing was taken on the user's word.</p>"

@@ -1,4 +1,7 @@
-"""A line plot as inline SVG."""
+"""Epsilon over the steps of a run, as a line plot in inline SVG.
+
+The page must not load anything, so the plot is drawn here and not by a library. `page.py` uses it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from lightning_dpsparse.report.text import escape
 # Small on purpose: a phone shows it at about its own size, and its letters stay readable.
 _WIDTH, _HEIGHT = 400, 260
 _TOP, _BOTTOM = 14, 44
-_LETTER = 7  # the width of a digit at 12px, rather more than less
+_LETTER = 7  # an upper bound on the width of a digit at 12px
 
 
 def draw_epsilon_curve(points: Sequence[tuple[int, float]], target: float | None) -> str:
-    """Epsilon over steps, with a dashed line at the target; one point is enough."""
+    """Draw epsilon over steps, with a dashed line at the target. One point is enough."""
     if not points:
         return "<p>There is nothing to draw: no step has a bounded epsilon.</p>"
     last = max(steps for steps, _ in points)
@@ -64,7 +67,7 @@ def draw_epsilon_curve(points: Sequence[tuple[int, float]], target: float | None
 
 
 def ticks(top: float, count: int) -> list[float]:
-    """About `count` round steps from 0 to `top` or just above.
+    """Round numbers for an axis from 0 to `top` or just above, about `count` of them.
 
     >>> ticks(2.3, 5)
     [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]

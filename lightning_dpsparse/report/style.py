@@ -1,4 +1,4 @@
-"""The page's CSS: phone and A4, light and dark, no resource from elsewhere."""
+"""The CSS of the page, for phones and for A4, light and dark. It loads nothing from elsewhere."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #57606a; --paper: #fff; --rule: #d0d7de;

@@ -1,4 +1,9 @@
-"""How a value becomes text, and how the page says which fact a text is."""
+"""How a value becomes text, and how the page says which fact a text shows.
+
+Every value of a report passes `show`, so that it looks the same everywhere, and `escape`, so that
+none can become markup. `leaf` puts a fact into an element that names it by its JSON pointer, by
+which a test finds every fact on the page.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from typing import Any
 def show(value: Any, null: str = "none") -> str:
     """A value as a reviewer reads it; the only place where values are formatted.
 
-    Six digits at least, and every digit of a whole number; characters that cannot be seen are
-    spelled out, so that no text can hide or turn around its neighbours.
+    Fractions have six digits and whole numbers have all of theirs. Characters that cannot be seen
+    are spelled out, so that no text can hide its neighbours or turn them around.
 
     >>> [show(value) for value in (26_000_000, 2.13456789, 1e-8, 65536.0, True, None)]
     ['26,000,000', '2.13457', '1e-08', '65,536', 'yes', 'none']
@@ -51,7 +56,7 @@ def leaf(facts: Mapping[str, Any], *path: str | int) -> str:
 
 
 def _is_epsilon(path: tuple[str | int, ...]) -> bool:
-    """Whether null at `path` means that no bound holds."""
+    """Whether a null at `path` means that epsilon is unbounded."""
     if path[0] in ("epsilon_over_time", "epsilon_for_delta"):
         return path[-1] == 1
     # In a mechanism's settings, null is a choice that was not made.

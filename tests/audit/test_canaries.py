@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import LightningDataModule
 
-from lightning_dpsparse.audit.canaries import WithCanaries, auditable, insert
+from lightning_dpsparse.audit.canaries import WithCanaries, auditable, insert_canaries
 from lightning_dpsparse.data import Clicks, SyntheticClicks, SyntheticData, collate
 
 ROWS = [50, 7, 3]
@@ -77,8 +77,8 @@ def test_random_examples_are_anywhere_and_by_seed() -> None:
 def test_a_data_module_trains_on_them() -> None:
     data = SyntheticData(num_rows=ROWS, batch_size=8, examples_per_day=20, train_days=1, val_days=1)
     data.setup("fit")
-    insert(data, data.train_set.random_examples(4, 1), np.arange(4), is_numbered=True)
-    insert(data, data.train_set.random_examples(5, 1), np.arange(5), is_numbered=True)
+    insert_canaries(data, data.train_set.random_examples(4, 1), np.arange(4), is_numbered=True)
+    insert_canaries(data, data.train_set.random_examples(5, 1), np.arange(5), is_numbered=True)
     loader = data.train_dataloader()
     assert len(loader.dataset) == 25  # type: ignore[arg-type]
     assert next(iter(loader)).sparse_features.keys() == ["cat_0", "cat_1", "cat_2", "canary"]
