@@ -42,7 +42,7 @@ class Forecast:
 
 def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
     """Epsilon at a few numbers of further steps, and how far the target reaches."""
-    step = ledger.steps - ledger.lost
+    step = ledger.position
 
     def cost(further: int, grid: float) -> float:
         ahead = ledger.copy()
@@ -77,23 +77,29 @@ class Budget:
         self.run, self.ledger = run, ledger
         self._forecast, self._journal = ahead, journal
         self._start, self._reserved = ledger.steps, ledger.steps
+        run.charge(ledger, ledger.position, 0)  # a new segment, even before its first step
         self.settle()
 
     @property
     def step(self) -> int:
         """Steps that this model took: where it stands in the schedule."""
-        return self.ledger.steps - self.ledger.lost
+        return self.ledger.position
+
+    @property
+    def _taken(self) -> int:
+        """Number of steps of the open segment, which began with this budget."""
+        return self.ledger.steps - self._start
 
     @property
     def remaining(self) -> int | None:
         """Steps that may still be taken; None without a target."""
         limit = self._forecast.limit
-        return None if limit is None else limit - (self.ledger.steps - self._start)
+        return None if limit is None else limit - self._taken
 
     @property
     def epsilon(self) -> float:
         """An upper bound of what has been spent. Quick."""
-        return self._forecast.epsilon(self.ledger.steps - self._start)
+        return self._forecast.epsilon(self._taken)
 
     def exact_epsilon(self) -> float:
         """What has been spent. Slow."""
@@ -108,8 +114,8 @@ class Budget:
                 "steps. Nothing was updated. Raise epsilon, or stop here."
             )
         step = self.step
-        self._reserve(step)
-        self.run.charge(self.ledger, step, 1)
+        self._reserve()
+        self.run.extend(self.ledger, self._taken + 1)
         if self.step == step:
             raise BudgetSpentError(
                 f"Expected a step of the schedule, found step {step:,} after its end: nothing says "
@@ -117,12 +123,12 @@ class Budget:
             )
         return step
 
-    def _reserve(self, step: int) -> None:
+    def _reserve(self) -> None:
         """Have the journal charge for this step and some more before this one begins."""
         if self._journal is None or self.ledger.steps < self._reserved:
             return
         ahead = self.ledger.copy()
-        self.run.charge(ahead, step, AHEAD)
+        self.run.extend(ahead, self._taken + AHEAD)
         self._journal.write(ahead)
         self._reserved = ahead.steps
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_dpsparse.accounting import events
-from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
 from lightning_dpsparse.engine.dense import DenseGaussian, DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
@@ -19,6 +18,7 @@ from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import Phase
+from lightning_dpsparse.sampling.schedule import Sampling, Schedule
 
 _SOURCES: dict[str, Callable[[RunKey], NoiseSource]] = {
     "fast": FastNoise,
@@ -75,7 +75,7 @@ class PrivacyPlan:
     unit: Literal["example"] | Users = "example"
     """Whom the guarantee protects."""
 
-    sampling: Literal["poisson", "fixed_order", "unamplified"] = "poisson"
+    sampling: Sampling = "poisson"
     """poisson: the loader's order is replaced by Poisson samples of its data set. fixed_order: the
     data once through, in order, over and over; one full-price event per pass. unamplified: any
     loader whose order does not depend on the data, and that never repeats a unit within a batch;
@@ -220,22 +220,23 @@ class PrivacyPlan:
             return f"one user added or removed, with at most {self.unit.max_examples:,} examples"
         return "one example added or removed"
 
-    def event(self, phase: Phase, noise_multiplier: float) -> DpEvent:
-        """What one step of a phase (one pass, in fixed order) costs."""
-        step = self.mechanism.event(noise_multiplier)
-        if not self.mechanism.is_private or self.fixed_key is not None:
-            return events.not_private()
-        if self.sampling != "poisson":
-            return step
-        if isinstance(self.unit, Users) and self.unit.drawn == "examples":
-            return events.poisson_examples_of_user(
-                self.unit.max_examples, phase.rate, noise_multiplier
-            )
-        if self.max_batch_size is not None:
-            return events.truncated_poisson_gaussian(
-                phase.count, phase.rate, self.max_batch_size, noise_multiplier
-            )
-        return events.poisson(phase.rate, step)
+    def schedule(
+        self,
+        phases: Sequence[Phase],
+        steps_per_pass: int | None = None,
+        planned_steps: int | None = None,
+    ) -> Schedule:
+        """How the units of each step are drawn, for the mechanism that prices the steps."""
+        return Schedule(
+            tuple(phases),
+            self.sampling,
+            self.unit.max_examples
+            if isinstance(self.unit, Users) and self.unit.drawn == "examples"
+            else None,
+            self.max_batch_size,
+            steps_per_pass,
+            planned_steps,
+        )
 
     def make_key(self) -> RunKey:
         return RunKey() if self.fixed_key is None else RunKey.fixed(self.fixed_key)

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
+from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.mechanisms.eana import EANA
 from lightning_dpsparse.plan import PrivacyPlan, Users
@@ -71,7 +72,7 @@ def test_events_follow_the_unit() -> None:
         PrivacyPlan(noise_multiplier=1.0, fixed_key=1): events.not_private(),
     }
     for plan, event in plans.items():
-        assert plan.event(phase, plan.noise_multiplier or 0.0) == event
+        assert met(plan).charges(0, 1) == [Charge(event, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -79,24 +80,35 @@ def test_events_follow_the_unit() -> None:
     [(0, 1, 1), (0, 10, 1), (0, 11, 2), (3, 7, 0), (3, 8, 1), (10, 1, 1), (10, 20, 2), (9, 12, 2)],
 )
 def test_fixed_order_costs_a_pass_when_it_begins(first: int, steps: int, passes: int) -> None:
+    """From `first` on, in a segment that began with the schedule."""
     run = met(PrivacyPlan(noise_multiplier=1.0, sampling="fixed_order"), steps_per_pass=10)
-    ledger = spent(run, steps, first)
-    assert sum(entry.count for entry in ledger.entries) == passes
-    assert ledger.steps == steps
-    one_by_one = Ledger()
+
+    def begun(ledger: Ledger) -> int:
+        return sum(entry.count for entry in ledger.entries)
+
+    ledger = spent(run, first)
+    before = begun(ledger)
+    run.extend(ledger, first + steps)
+    assert begun(ledger) - before == passes
+    assert ledger.steps == first + steps
+    one_by_one = spent(run, first)
     for step in range(first, first + steps):
-        run.charge(one_by_one, step, 1)
-    assert one_by_one.entries == ledger.entries
+        run.extend(one_by_one, step + 1)
+    assert one_by_one.entries == ledger.entries == spent(run, first + steps).entries
 
 
 def test_a_pass_taken_up_again_costs_like_a_new_one() -> None:
     run = met(PrivacyPlan(noise_multiplier=1.0, sampling="fixed_order"), steps_per_pass=10)
     ledger = spent(run, 10)
-    run.continue_ledger(ledger)
+    run.charge(ledger, 10, 0)
     assert ledger.entries[0].count == 1  # nothing was broken off
     ledger = spent(run, 4)
-    run.continue_ledger(ledger)
+    run.charge(ledger, 4, 0)
     assert (ledger.entries[0].count, ledger.steps) == (2, 4)
+    run.extend(ledger, 6)
+    assert (ledger.entries[0].count, ledger.steps) == (2, 10)
+    run.extend(ledger, 7)
+    assert (ledger.entries[0].count, ledger.steps) == (3, 11)
 
 
 def test_days_cost_the_largest_where_units_live_in_one() -> None:

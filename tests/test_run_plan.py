@@ -240,5 +240,5 @@ def test_plans_beside_them_are_not() -> None:
     PrivacyPlan(mechanism=fest(), noise_multiplier=1.0, unit=Users(max_examples=2))
     whole = Users(max_examples=2, drawn="users")
     plan = PrivacyPlan(mechanism=ExponentialSelection(num_rows=3), noise_multiplier=1.0, unit=whole)
-    found = plan.event(Phase(0, 10, 0.5), 1.0)
-    assert found.sampling_probability == 0.5
+    (charge,) = resolve(plan, [Phase(0, 10, 0.5)], 1_000, 5.0, 1).charges(0, 1)
+    assert charge.event.sampling_probability == 0.5

@@ -14,33 +14,33 @@ from scipy.optimize import brentq
 from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE, compose, losses_of
 from lightning_dpsparse.refused import Refused
 
-Charges = Sequence[tuple[DpEvent, int]]
-"""Events and how often each was run."""
+EventCounts = Sequence[tuple[DpEvent, int]]
+"""Events, each with how often it was run."""
 
 _ORDERS = [*range(2, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 TOLERANCE = 1e-4
 """Of a calibrated noise multiplier."""
 
 
-def epsilon_of(charges: Charges, delta: float, grid: float = FINE) -> float:
+def epsilon_of(counts: EventCounts, delta: float, grid: float = FINE) -> float:
     """The least epsilon at this delta, rounded up by the grid; infinite if something leaked."""
-    total = compose([losses_of(event, count, grid) for event, count in charges], grid)
+    total = compose([losses_of(event, count, grid) for event, count in counts], grid)
     return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 
-def epsilons_of(charges: Charges, deltas: Sequence[float]) -> list[float]:
+def epsilons_of(counts: EventCounts, deltas: Sequence[float]) -> list[float]:
     """The same at several deltas."""
-    total = compose([losses_of(event, count) for event, count in charges])
+    total = compose([losses_of(event, count) for event, count in counts])
     if total is None:
         return [math.inf] * len(deltas)
     return [max(0.0, float(total.get_epsilon_for_delta(delta))) for delta in deltas]
 
 
-def rdp_epsilon_of(charges: Charges, delta: float) -> float | None:
+def rdp_epsilon_of(counts: EventCounts, delta: float) -> float | None:
     """By another road, Renyi divergences: looser, and independent code. None if it has no way."""
     accountant = RdpAccountant(_ORDERS)
     try:
-        for event, count in charges:
+        for event, count in counts:
             accountant.compose(event, count)
     except UnsupportedEventError:
         return None

@@ -74,6 +74,11 @@ def gaussian(noise_multiplier: float) -> DpEvent:
     return GaussianDpEvent(float(noise_multiplier))  # floats: RDP loses integers when it composes
 
 
+def is_private(event: DpEvent) -> bool:
+    """Whether the event guarantees anything at all."""
+    return not isinstance(event, NonPrivateDpEvent)
+
+
 def is_gaussian(event: DpEvent) -> bool:
     return isinstance(event, (GaussianDpEvent, NonPrivateDpEvent))
 
@@ -142,14 +147,14 @@ def split_noise(noise_multiplier: float, ratio: float) -> tuple[float, float]:
 # ---- plain data: what a checkpoint and a report can hold -----------------------------------------
 
 
-def to_data(event: DpEvent) -> dict[str, Any]:
+def event_to_data(event: DpEvent) -> dict[str, Any]:
     """As a dictionary of plain Python values."""
     named = event.to_named_tuple()
     return {key: _plain(value) for key, value in named._asdict().items()}
 
 
-def from_data(data: Mapping[str, Any]) -> DpEvent:
-    """The event that `to_data` wrote down. Only modules of events are ever imported."""
+def event_from_data(data: Mapping[str, Any]) -> DpEvent:
+    """The event that `event_to_data` wrote down. Only modules of events are ever imported."""
     if data["module_name"] not in ("dp_accounting.dp_event", __name__):
         raise Refused(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
     cls: Any = globals().get(data["class_name"]) or _named(data["class_name"])
@@ -162,7 +167,7 @@ def from_data(data: Mapping[str, Any]) -> DpEvent:
     return event
 
 
-def describe(event: DpEvent) -> str:
+def describe_event(event: DpEvent) -> str:
     """For people."""
     if isinstance(event, PoissonSampledDpEvent):
         return f"{_what(event.event)}, on a Poisson sample of rate {event.sampling_probability:.6g}"
@@ -206,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 def _event_or_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return from_data(value)
+        return event_from_data(value)
     if isinstance(value, list):
         return tuple(_event_or_value(v) for v in value)
     return value

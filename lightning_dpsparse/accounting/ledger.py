@@ -1,4 +1,14 @@
-"""What was run, and a copy of it on disk that outlives a killed process."""
+"""The ledger: what the training of a model has cost so far, and a journal of it on disk.
+
+A run may be interrupted, continued from a checkpoint, and continued again with another plan. Each
+uninterrupted stretch is a *segment*. Its mechanism prices the first t steps of a segment as a
+whole, because t steps need not cost t times what one step costs: noise that is correlated over
+steps makes a whole run one event. The ledger therefore remembers what it held before the open
+segment, and replaces the price of t steps by that of t + 1. Once a new segment begins, the charges
+of earlier ones stay as they are.
+
+`budget.py` charges a ledger step by step; `run_plan.py` says what the steps cost.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +16,22 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from dp_accounting.dp_event import DpEvent
 
-from lightning_dpsparse.accounting.calibration import Charges, epsilon_of
-from lightning_dpsparse.accounting.events import from_data, to_data
+from lightning_dpsparse.accounting.calibration import (
+    EventCounts,
+    epsilon_of,
+    epsilons_of,
+    rdp_epsilon_of,
+)
+from lightning_dpsparse.accounting.charges import Charge
+from lightning_dpsparse.accounting.events import event_from_data, event_to_data
 from lightning_dpsparse.accounting.privacy_loss import FINE
 from lightning_dpsparse.refused import Refused
 
@@ -26,38 +43,79 @@ class Entry:
     event: DpEvent
     count: int
     partition: str | None = None
+    steps: int = 0
+    """Number of steps that this entry pays for."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where the open segment of a ledger began."""
+
+    first_step: int
+    """Number of its first step in the schedule."""
+    before: Ledger
+    """The ledger as it was when the segment began."""
 
 
 @dataclass
 class Ledger:
-    """Everything a model's training cost, from its first step on, whoever ran it.
+    """Everything that a model's training cost, from its first step on, whoever ran it.
 
-    A step is charged before it runs: steps that failed, drew nobody, or were lost with a killed
-    process are in it.
+    A step is charged before it runs. Steps that failed, drew nobody, or were lost with a killed
+    process are therefore in it.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the line of runs that continue one another."""
     entries: list[Entry] = field(default_factory=list)
     steps: int = 0
+    """Number of steps that were charged."""
     lost: int = 0
-    """Steps that were charged, and are not in the model."""
+    """Number of steps that were charged, and that are not in the model."""
     protects: str | None = None
-    """Whom, in words; set by the first run."""
+    """Whom the charges protect, in words. The first run sets it."""
+    segment: Segment | None = field(default=None, compare=False, repr=False)
+    """The open segment. It is kept in memory only: whoever reads a file begins a new one."""
+
+    @property
+    def position(self) -> int:
+        """Number of steps that the model has taken: where it stands in the schedule."""
+        return self.steps - self.lost
+
+    # ---- charging -------------------------------------------------------------------------------
 
     def charge(
         self, event: DpEvent, partition: str | None = None, *, steps: int = 1, times: int = 1
     ) -> None:
-        """Some more steps, which cost the event so many times."""
+        """Add some steps, which cost the event so many times."""
         self.steps += steps
         last = self.entries[-1] if self.entries else None
         if last is not None and (last.event, last.partition) == (event, partition):
             last.count += times
+            last.steps += steps
         elif times:
-            self.entries.append(Entry(event, times, partition))
+            self.entries.append(Entry(event, times, partition, steps))
 
-    def charges(self) -> list[Charges]:
-        """What a unit of each part of the data may have been in: parts do not share a unit."""
+    def open_segment(self, first_step: int) -> None:
+        """Let what was charged so far stand. `first_step` is the next step of the schedule."""
+        self.segment = None
+        self.segment = Segment(first_step, self.copy())
+
+    def charge_segment(self, charges: Sequence[Charge]) -> None:
+        """Let the open segment cost these charges, and no longer what it was charged before."""
+        assert self.segment is not None
+        before = self.segment.before.copy()
+        self.entries, self.steps = before.entries, before.steps
+        for charge in charges:
+            self.charge(charge.event, charge.partition, steps=charge.steps, times=charge.times)
+
+    # ---- asking ---------------------------------------------------------------------------------
+
+    def events_by_part(self) -> list[EventCounts]:
+        """The events that a unit of each part of the data may have been in.
+
+        No unit is in two parts, so that a unit pays for its own part and for what used all data.
+        """
         names: list[str | None] = []
         names.extend(sorted({e.partition for e in self.entries if e.partition is not None}))
         return [
@@ -66,26 +124,53 @@ class Ledger:
         ]
 
     def epsilon(self, delta: float, grid: float = FINE) -> float:
-        """The most that any unit lost."""
-        return max(epsilon_of(charges, delta, grid) for charges in self.charges())
+        """The most that any unit has lost."""
+        return max(epsilon_of(counts, delta, grid) for counts in self.events_by_part())
 
-    def first(self, count: int) -> Ledger:
-        """The ledger as it stood when so many events had been charged."""
+    def epsilons(self, deltas: Sequence[float]) -> list[float]:
+        """The most that any unit has lost, at several deltas."""
+        if not self.entries:
+            return [0.0] * len(deltas)
+        parts = [epsilons_of(counts, deltas) for counts in self.events_by_part()]
+        return [max(column) for column in zip(*parts)]
+
+    def rdp_epsilon(self, delta: float) -> float | None:
+        """The same by Renyi accounting; None if it has no way for some event."""
+        found = [rdp_epsilon_of(counts, delta) for counts in self.events_by_part()]
+        if any(epsilon is None for epsilon in found):
+            return None
+        return max((epsilon for epsilon in found if epsilon is not None), default=0.0)
+
+    def first(self, steps: int) -> Ledger:
+        """The ledger as it stood after its first so many steps, as far as its entries tell.
+
+        An entry that pays for more steps than these is charged in proportion, rounded up. That is
+        exact for independent steps, and an upper bound where one event pays for many steps.
+        """
         earlier = Ledger(self.run)
         for entry in self.entries:
-            times = min(count, entry.count)
-            if times:
-                earlier.charge(entry.event, entry.partition, steps=times, times=times)
-            count -= times
+            if earlier.steps == steps:
+                break
+            covered = min(entry.steps, steps - earlier.steps)
+            times = -(-entry.count * covered // entry.steps) if entry.steps else entry.count
+            earlier.charge(entry.event, entry.partition, steps=covered, times=times)
         return earlier
 
+    # ---- copies ---------------------------------------------------------------------------------
+
     def copy(self) -> Ledger:
-        return Ledger.from_data(self.to_data())
+        """A ledger that can be charged without changing this one."""
+        return replace(self, entries=[replace(entry) for entry in self.entries])
 
     def to_data(self) -> dict[str, Any]:
-        """Plain Python values."""
+        """The ledger as plain Python values."""
         entries = [
-            {"event": to_data(e.event), "count": e.count, "partition": e.partition}
+            {
+                "event": event_to_data(e.event),
+                "count": e.count,
+                "partition": e.partition,
+                "steps": e.steps,
+            }
             for e in self.entries
         ]
         return {
@@ -98,12 +183,22 @@ class Ledger:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Ledger:
+        """The ledger that `to_data` wrote, with or without the steps of its entries."""
+        counts, steps = [int(e["count"]) for e in data["entries"]], int(data["steps"])
         entries = [
-            Entry(from_data(e["event"]), int(e["count"]), e["partition"]) for e in data["entries"]
+            Entry(event_from_data(e["event"]), count, e["partition"], int(e.get("steps", spread)))
+            for e, count, spread in zip(data["entries"], counts, _in_proportion(steps, counts))
         ]
-        return cls(
-            str(data["run"]), entries, int(data["steps"]), int(data["lost"]), data["protects"]
-        )
+        return cls(str(data["run"]), entries, steps, int(data["lost"]), data["protects"])
+
+
+def _in_proportion(steps: int, counts: Sequence[int]) -> list[int]:
+    """Steps of entries that were saved without them: as many in all, in proportion to counts."""
+    total = sum(counts)
+    return [
+        round(steps * stop / total) - round(steps * start / total)
+        for start, stop in pairwise(accumulate(counts, initial=0))
+    ]
 
 
 class Journal:
@@ -126,7 +221,7 @@ class Journal:
             ) from error
 
     def read(self) -> Ledger | None:
-        """What is on disk; None if nothing is."""
+        """The ledger that is on disk; None if there is none."""
         return read_ledger(self.path)
 
     def write(self, ledger: Ledger) -> None:
@@ -139,8 +234,10 @@ class Journal:
         draft.replace(self.path)
 
     def close(self) -> None:
+        """Let another process continue the run."""
         self._lock.close()
 
 
 def read_ledger(path: Path) -> Ledger | None:
+    """The ledger in a journal's file; None if there is no such file."""
     return Ledger.from_data(json.loads(path.read_text())) if path.exists() else None

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.events import DpEvent, gaussian
 from lightning_dpsparse.engine.lookups import Lookup, LookupsByRow
 from lightning_dpsparse.engine.rows import found_in
@@ -21,6 +22,7 @@ from lightning_dpsparse.engine.state import MechanismState, StepNoise, TableKern
 from lightning_dpsparse.engine.step_inputs import Ranks, Read, Table
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sampling.schedule import Schedule
 
 # B examples of all ranks, U distinct rows that a kernel read, V rows that nobody read, K rows that
 # were chosen
@@ -111,8 +113,23 @@ class Mechanism:
     """Against whom the guarantee holds, in a sentence."""
 
     def event(self, noise_multiplier: float) -> DpEvent:
-        """What one step costs a unit that takes part in it; sampling comes on top."""
+        """What one step costs the units that take part in it. Sampling is not counted here."""
         return gaussian(noise_multiplier)
+
+    def charges(
+        self, schedule: Schedule, noise_multiplier: float, first_step: int, steps: int
+    ) -> list[Charge]:
+        """What the first `steps` steps of a segment cost, sampling included.
+
+        A segment is a stretch of a run without interruption. It begins at step `first_step` of the
+        schedule, with noise that no earlier segment has used. By default its steps are independent,
+        and each costs its own `event`. A mechanism whose noise is correlated over steps overrides
+        this, and prices all of them as one.
+
+        Guarantees, of every mechanism: more steps never cost less, and the charges together pay for
+        `steps` steps, or for fewer if the schedule ends before.
+        """
+        return schedule.sum_of_steps(self.event(noise_multiplier), first_step, steps)
 
     def gradient_noise(self, noise_multiplier: float) -> float:
         """The part of the noise multiplier that gradients get, where other queries have a share."""

@@ -65,7 +65,7 @@ class Evidence:
     def begin(self, module: LightningModule, data: str | None, ledger: Ledger, logs: Logs) -> None:
         """The first step is about to be taken, on this data set. `ledger` is what was spent."""
         self._data, self._logs = data, logs
-        self._first_step = ledger.steps - ledger.lost
+        self._first_step = ledger.position
         for history, name in self._public:
             lineage.check_public(history, data, name)
         self._history = lineage.history_of(module)
@@ -99,7 +99,7 @@ class Evidence:
 
     def history(self, ledger: Ledger) -> History:
         """Of the weights as they are now."""
-        taken = ledger.steps - ledger.lost - self._first_step
+        taken = ledger.position - self._first_step
         return lineage.after_steps(self._history, self._data, taken, ledger)
 
     def kept(self) -> dict[str, Any]:

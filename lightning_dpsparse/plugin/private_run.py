@@ -112,7 +112,7 @@ class PrivateRun:
 
     def _with_journal(self, ledger: Ledger) -> Ledger:
         """What was charged since by whoever else went on from these weights."""
-        taken = ledger.steps - ledger.lost
+        taken = ledger.position
         on_disk = from_rank_zero(lambda: read_ledger(self._journal_folder / f"{ledger.run}.json"))
         if on_disk is None:
             self.evidence.taint(
@@ -156,7 +156,7 @@ class PrivateRun:
         if warning is not None:
             rank_zero_warn(warning)
         self.evidence.begin(module, digest(shape.dataset), ledger, self._logs)
-        self._tell_of_changes(ledger, run.noise_multiplier)
+        self._tell_of_changes(ledger, run)
         run.continue_ledger(ledger)
         self._prepare_selection(module, run, ledger)
         ahead = from_rank_zero(lambda: forecast(run, ledger))
@@ -209,7 +209,7 @@ class PrivateRun:
             self.evidence.declare_public(selection.frequencies.trusted)
         elif self._selected_before and self._selected_before["of"] == repr(selection):
             self._selector.restore(self._selected_before)
-        elif not run.selects_before(ledger.steps - ledger.lost):
+        elif not run.selects_before(ledger.position):
             self._is_selection_overdue = True
             self._charge_selection(run, ledger)
 
@@ -244,10 +244,8 @@ class PrivateRun:
     def _selection_state(self) -> dict[str, Any] | None:
         return None if self._selector is None else self._selector.state()
 
-    def _tell_of_changes(self, ledger: Ledger, noise_multiplier: float) -> None:
-        assert self._shape is not None
-        events = [self.plan.event(phase, noise_multiplier) for phase in self._shape.phases]
-        if ledger.entries and ledger.entries[-1].event not in events:
+    def _tell_of_changes(self, ledger: Ledger, run: RunPlan) -> None:
+        if not run.prices_like(ledger):
             rank_zero_warn(
                 f"The run goes on with other noise, batches or data than before: {ledger.steps:,} "
                 "steps stay charged as they were taken, new ones as they will be."

@@ -9,9 +9,8 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lightning_dpsparse.accounting.calibration import epsilons_of, rdp_epsilon_of
-from lightning_dpsparse.accounting.events import describe
-from lightning_dpsparse.accounting.ledger import Ledger
+from lightning_dpsparse.accounting.events import describe_event
+from lightning_dpsparse.accounting.ledger import Entry, Ledger
 from lightning_dpsparse.accounting.privacy_loss import COARSE
 from lightning_dpsparse.plan import Users
 from lightning_dpsparse.run_plan import RunPlan
@@ -54,7 +53,7 @@ def make_facts(
     `faults` are reasons why the weights are not private whatever this run did.
     """
     deltas = sorted({run.delta, *(10.0**-k for k in range(5, 11))}, reverse=True)
-    epsilons = _worst(ledger, deltas)
+    epsilons = ledger.epsilons(deltas)
     epsilon = epsilons[deltas.index(run.delta)]
     faults = [*run.plan.faults(), *faults]
     is_private = not faults and math.isfinite(epsilon)
@@ -77,15 +76,15 @@ def make_facts(
         else {"epsilon": run.plan.epsilon, "delta": run.delta},
         "ran": {**_ran(run, ledger, ranks), "rounding_price": rounding_price},
         "ledger": [
-            {"event": describe(e.event), "steps": e.count, "partition": e.partition}
+            {"event": _said(e), "steps": e.steps, "partition": e.partition}
             for e in ledger.entries
         ],
-        "epsilon_over_time": _over_time(ledger, run.delta, epsilon),
+        "epsilon_over_time": _over_time(run, ledger, epsilon),
         "epsilon_for_delta": [[d, _finite(e)] for d, e in zip(deltas, epsilons)],
         "cross_check": {
             "accountant": "privacy loss distributions (dp-accounting)",
             "epsilon": _finite(epsilon),
-            "rdp_epsilon": _rdp(ledger, run.delta),
+            "rdp_epsilon": _finite(ledger.rdp_epsilon(run.delta)),
         },
         "taints": [*run.plan.taints, *taints],
         "assumptions": run.plan.assumptions(),
@@ -169,36 +168,33 @@ def _settings(mechanism: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _worst(ledger: Ledger, deltas: Sequence[float]) -> list[float]:
-    """Epsilon at every delta, for the part of the data that lost most."""
-    if not ledger.entries:
-        return [0.0] * len(deltas)
-    parts = [epsilons_of(charges, deltas) for charges in ledger.charges()]
-    return [max(column) for column in zip(*parts)]
+def _said(entry: Entry) -> str:
+    """An entry's event in words, and how often it was run if that is not once in each step."""
+    said = describe_event(entry.event)
+    times = "once" if entry.count == 1 else f"{entry.count:,} times"
+    if entry.count == entry.steps:
+        return said
+    if entry.steps == 0:
+        return f"{said}; {times}, before a step"
+    return f"{said}; {times} for all these steps together"
 
 
-def _over_time(ledger: Ledger, delta: float, last: float) -> list[list[float]]:
+def _over_time(run: RunPlan, ledger: Ledger, last: float) -> list[list[float]]:
+    """Epsilon after some numbers of steps, up to all of them."""
     if not ledger.entries or math.isinf(last):
         return []
-    total = sum(entry.count for entry in ledger.entries)
-    counts = sorted({max(1, total * i // _POINTS) for i in range(1, _POINTS)})
+    counts = sorted({max(1, ledger.steps * i // _POINTS) for i in range(1, _POINTS)})
     points = [
-        [round(ledger.steps * n / total), min(last, ledger.first(n).epsilon(delta, COARSE))]
+        [n, min(last, run.ledger_after(ledger, n).epsilon(run.delta, COARSE))]
         for n in counts
-        if n < total
+        if n < ledger.steps
     ]
     return [*points, [ledger.steps, last]]
 
 
-def _rdp(ledger: Ledger, delta: float) -> float | None:
-    found = [rdp_epsilon_of(charges, delta) for charges in ledger.charges()]
-    if any(epsilon is None for epsilon in found):
-        return None
-    return _finite(max((e for e in found if e is not None), default=0.0))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    """The value, or None for what JSON has no number for."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ and none costs more than its own size, however large the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,14 +23,25 @@ class Phase:
     first: int
     stop: int
     rate: float
+    """Probability with which each unit is drawn in each step."""
     steps: int | None = None
-    """How many; None is without end."""
+    """Number of steps; None is without end."""
     name: str | None = None
-    """Of the part of the data, where parts do not share a unit."""
+    """Name of the part of the data, if no unit is in two parts."""
 
     @property
     def count(self) -> int:
+        """Number of units to draw from."""
         return self.stop - self.first
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase | None:
+    """The phase that a step of the schedule belongs to; None after the last."""
+    for phase in phases:
+        if phase.steps is None or step < phase.steps:
+            return phase
+        step -= phase.steps
+    return None
 
 
 class PoissonSampler:
@@ -55,11 +66,7 @@ class PoissonSampler:
 
     def phase(self, step: int) -> Phase | None:
         """The phase that a step belongs to; None after the last."""
-        for phase in self._phases:
-            if phase.steps is None or step < phase.steps:
-                return phase
-            step -= phase.steps
-        return None
+        return phase_at(self._phases, step)
 
     def draw(self, step: int) -> tuple[Ints, list[int] | None]:
         """This rank's examples of a step, and how many each unit has (None: one each)."""

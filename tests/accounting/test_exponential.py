@@ -9,7 +9,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from dp_accounting.dp_event import PoissonSampledDpEvent
+from dp_accounting.dp_event import DpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import privacy_loss_distribution as builders
 from dp_accounting.pld.common import DifferentialPrivacyParameters
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -24,6 +24,7 @@ from lightning_dpsparse.mechanisms.adafest import AdaFEST
 from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
 from lightning_dpsparse.mechanisms.selection import GumbelHistogram
 from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.run_plan import resolve
 from lightning_dpsparse.sampling.poisson import Phase
 
 RATE, STEPS, DELTA = 1024 / 1e6, 10_000, 1e-6  # the "1M reference": noise .7931 for epsilon 1
@@ -35,6 +36,12 @@ def losses(epsilon: float, count: int = 1, grid: float = FINE) -> PrivacyLossDis
     found = losses_of(events.exponential(epsilon), count, grid)
     assert found is not None
     return found
+
+
+def step_event(plan: PrivacyPlan, phase: Phase) -> DpEvent:
+    """What one step costs, sampling included."""
+    (charge,) = resolve(plan, [phase], phase.count, phase.rate * phase.count, 1).charges(0, 1)
+    return charge.event
 
 
 def exact(epsilon: float, x: float) -> float:
@@ -167,9 +174,9 @@ def test_choices_survive_as_plain_data_and_in_the_ledger() -> None:
     step = events.poisson(
         0.01, events.composed([(events.exponential(0.25), 16), (events.gaussian(2.0), 1)])
     )
-    again = events.from_data(json.loads(json.dumps(events.to_data(step))))
+    again = events.event_from_data(json.loads(json.dumps(events.event_to_data(step))))
     assert epsilon_of([(again, 3)], 1e-5, COARSE) == epsilon_of([(step, 3)], 1e-5, COARSE)
-    assert events.from_data(events.to_data(events.exponential(0.25))) == events.exponential(0.25)
+    assert events.event_from_data(events.event_to_data(events.exponential(0.25))) == events.exponential(0.25)
     ledger = Ledger()
     ledger.charge(step)
     ledger = ledger.copy()
@@ -183,7 +190,7 @@ def test_choices_are_described_for_people() -> None:
     step = events.poisson(
         0.01, events.composed([(events.exponential(0.25), 16), (events.gaussian(2.0), 1)])
     )
-    said = events.describe(step)
+    said = events.describe_event(step)
     assert "16 x choice of range 0.25 and" in said
     assert "Gaussian, noise multiplier 2" in said
     assert said.endswith("on a Poisson sample of rate 0.01")
@@ -196,7 +203,7 @@ def test_selection_and_gradients_of_a_step_are_one_event_on_one_sample() -> None
     plan = PrivacyPlan(mechanism=mechanism, noise_multiplier=1.0)
     # sigma1 = 2 sigma2 and sigma1^-2 + sigma2^-2 = 1, by hand.
     first, second = math.sqrt(5.0), math.sqrt(5.0) / 2
-    found = plan.event(Phase(0, 10_000, 0.01), 1.0)
+    found = step_event(plan, Phase(0, 10_000, 0.01))
     assert isinstance(found, PoissonSampledDpEvent)
     assert found.sampling_probability == 0.01
     choices, noisy_sum = found.event.events
@@ -227,7 +234,7 @@ def test_the_two_queries_of_adafest_are_one_gaussian_on_one_sample(
 ) -> None:
     mechanism = AdaFEST(threshold=4.0, noise_ratio=ratio)
     plan = PrivacyPlan(mechanism=mechanism, noise_multiplier=0.7931)
-    found = plan.event(Phase(0, 1_000_000, RATE), 0.7931)
+    found = step_event(plan, Phase(0, 1_000_000, RATE))
     assert found == events.poisson_gaussian(RATE, 0.7931)
     assert epsilon_of([(found, STEPS)], DELTA) == pytest.approx(1.0, abs=1e-3)
     # What the paper's text would report for the same two noises.

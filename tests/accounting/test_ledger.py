@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dpsparse.accounting import events
+from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
 
 ONE, TWO = events.poisson_gaussian(0.01, 1.0), events.poisson_gaussian(0.01, 2.0)
@@ -38,7 +39,7 @@ def test_parts_of_the_data_that_share_no_unit_cost_the_largest() -> None:
     assert ledger.epsilon(1e-6) == day_one
     ledger.charge(TWO, steps=100, times=100)
     assert ledger.epsilon(1e-6) > day_one
-    apart = [c for charges in ledger.charges() for c in charges]
+    apart = [c for counts in ledger.events_by_part() for c in counts]
     assert apart == [(ONE, 100), (TWO, 100), (TWO, 100), (TWO, 100)]
 
 
@@ -54,6 +55,36 @@ def test_a_ledger_is_plain_data() -> None:
     ledger.charge(ONE, "day 1", steps=3, times=2)
     ledger.lost = 1
     assert Ledger.from_data(json.loads(json.dumps(ledger.to_data()))) == ledger
+
+
+def test_a_ledger_that_was_saved_without_steps_of_entries_is_read() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, "day 1", steps=30, times=30)
+    ledger.charge(TWO, "day 2", steps=10, times=10)
+    data = ledger.to_data()
+    for entry in data["entries"]:
+        del entry["steps"]
+    assert Ledger.from_data(data) == ledger
+
+
+def test_the_position_leaves_out_steps_that_were_lost() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, steps=10, times=10)
+    ledger.lost = 4
+    assert ledger.position == 6
+
+
+def test_the_price_of_a_segment_is_replaced_and_what_was_before_it_stays() -> None:
+    ledger = Ledger()
+    ledger.charge(ONE, steps=3, times=3)
+    ledger.open_segment(3)
+    ledger.charge_segment([Charge(ONE, 2, 2)])
+    assert [(e.event, e.count, e.steps) for e in ledger.entries] == [(ONE, 5, 5)]
+    ledger.charge_segment([Charge(TWO, 4, 1)])
+    assert [(e.event, e.count, e.steps) for e in ledger.entries] == [(ONE, 3, 3), (TWO, 1, 4)]
+    assert ledger.steps == 7
+    ledger.copy().charge_segment([])
+    assert ledger.steps == 7
 
 
 def test_the_journal_keeps_what_was_written(tmp_path: Path) -> None:

@@ -208,15 +208,15 @@ def test_renyi_is_a_looser_bound() -> None:
 def test_events_survive_as_plain_data(event: DpEvent) -> None:
     import json
 
-    data = json.loads(json.dumps(events.to_data(event)))
-    again = events.from_data(data)
+    data = json.loads(json.dumps(events.event_to_data(event)))
+    again = events.event_from_data(data)
     assert epsilon_of([(again, 2)], 1e-5, COARSE) == epsilon_of([(event, 2)], 1e-5, COARSE)
-    assert events.describe(again)
+    assert events.describe_event(again)
 
 
 def test_only_events_can_be_read_back() -> None:
     with pytest.raises(ValueError, match="Expected an event of dp_accounting, found 'os'"):
-        events.from_data({"module_name": "os", "class_name": "system"})
+        events.event_from_data({"module_name": "os", "class_name": "system"})
 
 
 @pytest.mark.parametrize(
