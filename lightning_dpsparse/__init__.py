@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
 from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
@@ -39,18 +40,13 @@ if TYPE_CHECKING:
     from lightning_dpsparse.sharded.placement import Placement, TablePlacement
 
 _HOME = {
-    "AdaFEST": "lightning_dpsparse.mechanisms.adafest",
-    "AdaFESTPlus": "lightning_dpsparse.mechanisms.fest",
-    "ExponentialSelection": "lightning_dpsparse.mechanisms.exponential",
-    "FEST": "lightning_dpsparse.mechanisms.fest",
+    **TABLE_MECHANISMS,
     "GumbelHistogram": "lightning_dpsparse.mechanisms.selection",
     "NoisyHistogram": "lightning_dpsparse.mechanisms.selection",
     "PublicFrequencies": "lightning_dpsparse.mechanisms.selection",
     "SecretSharer": "lightning_dpsparse.audit.secret_sharer",
     "Selection": "lightning_dpsparse.mechanisms.selection",
     "AutomaticClipping": "lightning_dpsparse.engine.clipping",
-    "DPSGD": "lightning_dpsparse.mechanisms.dpsgd",
-    "EANA": "lightning_dpsparse.mechanisms.eana",
     "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
     "FlatClipping": "lightning_dpsparse.engine.clipping",
@@ -58,7 +54,6 @@ _HOME = {
     "GroupClipping": "lightning_dpsparse.engine.clipping",
     "DenseGaussian": "lightning_dpsparse.engine.dense",
     "LSG": "lightning_dpsparse.mechanisms.lsg",
-    "LazyDP": "lightning_dpsparse.mechanisms.lazydp",
     "RGP": "lightning_dpsparse.mechanisms.lsg",
     "SparseDPSGD": "lightning_dpsparse.mechanisms.sparse_dpsgd",
     "Placement": "lightning_dpsparse.sharded.placement",

@@ -176,7 +176,9 @@ def test_choices_survive_as_plain_data_and_in_the_ledger() -> None:
     )
     again = events.event_from_data(json.loads(json.dumps(events.event_to_data(step))))
     assert epsilon_of([(again, 3)], 1e-5, COARSE) == epsilon_of([(step, 3)], 1e-5, COARSE)
-    assert events.event_from_data(events.event_to_data(events.exponential(0.25))) == events.exponential(0.25)
+    assert events.event_from_data(
+        events.event_to_data(events.exponential(0.25))
+    ) == events.exponential(0.25)
     ledger = Ledger()
     ledger.charge(step)
     ledger = ledger.copy()

@@ -1,0 +1,54 @@
+"""The options of calibrate and account that describe a run.
+
+A mechanism's own settings are given as in a recipe, by the names of its fields: `--mechanism fest
+--set selection.rows_per_table=1000`. No option has to be written here for a new mechanism: it is
+offered when `lightning_dpsparse/mechanisms/__init__.py` lists it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
+
+MECHANISMS = {name.lower(): name for name in TABLE_MECHANISMS}
+"""Names on the command line, with the public names behind them."""
+
+_EXAMPLES_OF_SETTINGS = """settings of a mechanism, by the names that a recipe uses:
+  --mechanism adafest --set noise_ratio=5 --set false_positives=100 --rows 1000000
+  --mechanism exponentialselection --set num_rows=1000
+  --mechanism fest --set selection.rows_per_table=1000 --set selection.frequencies=NoisyHistogram
+    --set selection.frequencies.noise_multiplier=50"""
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a run."""
+    parser.epilog = _EXAMPLES_OF_SETTINGS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--examples", type=int, required=True, help="number of units that the data has")
+    add("--batch", type=int, required=True, help="expected batch size, over all ranks")
+    add("--steps", type=int, required=True, help="number of optimizer steps")
+    add("--delta", type=float, help="default: 1 / (10 examples), rounded down to a power of ten")
+    add("--mechanism", choices=MECHANISMS, default="dpsgd", help="default: %(default)s")
+    setting = "a setting of the mechanism, which may be given several times; see below"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=setting)
+    ratio = "the same as --set noise_ratio=R: noise on the choice of rows over noise on gradients"
+    add("--noise-ratio", type=float, metavar="R", help=ratio)
+    add("--map-clip-norm", type=float, metavar="C1", help="the same as --set map_clip_norm=C1")
+    rows = "number of rows of all tables, to choose thresholds by and to see what they do"
+    add("--rows", type=int, help=rows)
+    features = "number of rows that an example reads, over all tables (default: %(default)s)"
+    add("--features", type=int, default=26, help=features)
+    sampling = "how batches are made, as in the privacy plan (default: %(default)s)"
+    kinds = ["poisson", "fixed_order", "unamplified"]
+    add("--sampling", choices=kinds, default="poisson", help=sampling)
+    add("--max-batch", type=int, help="larger Poisson batches are cut to this size")
+    users = "protect users, who have at most K examples each"
+    add("--examples-per-user", type=int, metavar="K", help=users)
+    draw = "with --examples-per-user: draw examples one by one, or users with all their examples; "
+    draw += "--examples and --batch then count users (default: %(default)s)"
+    add("--draw", choices=["examples", "users"], default="examples", help=draw)
+    days = "train on D days of equal size, one after the other, where each unit lives in one day"
+    add("--days", type=int, default=1, metavar="D", help=days)
+    add("--json", action="store_true", help="print for programs")

@@ -1,0 +1,179 @@
+"""From options to a run: the plan that they describe, which `resolve` prices as in training."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from dataclasses import dataclass, fields
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_dpsparse.accounting.calibration import default_delta, delta_warning
+from lightning_dpsparse.accounting.privacy_loss import FINE
+from lightning_dpsparse.calculator.options import MECHANISMS
+from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.engine.step_inputs import Table
+from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
+from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.run_plan import RunPlan, resolve
+from lightning_dpsparse.sampling.poisson import Phase, day_phases
+from lightning_dpsparse.sampling.schedule import Sampling
+
+_THRESHOLDS = ("threshold", "false_positives", "half_survival")
+"""AdaFEST asks for one of these settings. No price depends on which, or on its value."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run that somebody thinks of."""
+
+    mechanism: Mechanism
+    has_threshold: bool
+    """Whether the user gave the mechanism a threshold, which the answer then shows."""
+    tables: tuple[Table, ...]
+    """One table that stands for all of them."""
+    has_rows: bool
+    """Whether the table's number of rows is known."""
+    num_units: int
+    batch: int
+    steps: int
+    delta: float
+    sampling: Sampling
+    unit: Users | None
+    """The users that are protected; None protects examples."""
+    max_batch: int | None
+    num_days: int
+
+    @property
+    def largest_batch(self) -> int:
+        """The most units that a batch can have: those of one day."""
+        return self.num_units // self.num_days
+
+    def resolve(
+        self,
+        *,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        grid: float = FINE,
+    ) -> RunPlan:
+        """The run with this noise, or with the noise that epsilon needs."""
+        plan = PrivacyPlan(
+            mechanism=self.mechanism,
+            epsilon=epsilon,
+            delta=self.delta,
+            noise_multiplier=noise_multiplier,
+            unit="example" if self.unit is None else self.unit,
+            sampling=self.sampling,
+            by_day=self.num_days > 1,
+            max_batch_size=self.max_batch,
+        )
+        in_order = self.sampling == "fixed_order"
+        return resolve(
+            plan,
+            self._phases(),
+            self.num_units,
+            float(self.batch),
+            self.steps,
+            math.ceil(self.num_units / self.batch) if in_order else None,
+            self.tables,
+            grid=grid,
+            allow_any_delta=True,  # `asked` has warned of a large one
+        )
+
+    def _phases(self) -> list[Phase]:
+        if self.num_days > 1:
+            bounds = [self.num_units * day // self.num_days for day in range(self.num_days + 1)]
+            names = [f"day {day + 1}" for day in range(self.num_days)]
+            return day_phases(bounds, self.batch, self.steps, names)
+        rate = self.batch / self.num_units if self.sampling == "poisson" else 1.0
+        return [Phase(0, self.num_units, rate)]
+
+
+def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Question:
+    """The run that the options describe. What cannot be meant ends the command with a message."""
+    for name in ("examples", "batch", "steps", "days", "features"):
+        if getattr(options, name) < 1:
+            parser.error(f"argument --{name}: expected 1 or more, found {getattr(options, name)}")
+    if options.batch > options.examples:
+        parser.error(f"argument --batch: expected at most {options.examples} examples")
+    if options.batch > options.examples // options.days:
+        parser.error(
+            f"argument --batch: expected at most the {options.examples // options.days} examples "
+            f"of one of {options.days} days, found {options.batch}"
+        )
+    delta = default_delta(options.examples) if options.delta is None else options.delta
+    if not 0 < delta < 1:
+        parser.error(f"argument --delta: expected between 0 and 1, found {delta}")
+    per_user = options.examples_per_user
+    if options.max_batch is not None and per_user is not None and options.draw == "examples":
+        parser.error("--max-batch and --examples-per-user: there is no accounting for both")
+    if options.draw == "users" and per_user is None:
+        parser.error("argument --draw: expected --examples-per-user with users, found none")
+    mechanism = _mechanism(options, parser)
+    warning = delta_warning(delta, options.examples)
+    if warning is not None:  # training would refuse what is far too large
+        print(f"{parser.prog}: argument --delta: {warning}", file=sys.stderr)
+    return Question(
+        mechanism,
+        bool(_names(options) & set(_THRESHOLDS)),
+        _tables(options, parser),
+        options.rows is not None,
+        options.examples,
+        options.batch,
+        options.steps,
+        delta,
+        options.sampling,
+        None
+        if per_user is None
+        else Users(max_examples=per_user, drawn=options.draw, in_one_day=options.days > 1),
+        options.max_batch,
+        options.days,
+    )
+
+
+def _mechanism(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Mechanism:
+    """The mechanism, with the settings that were given."""
+    name = MECHANISMS[options.mechanism]
+    kind: type[Mechanism] = getattr(importlib.import_module(TABLE_MECHANISMS[name]), name)
+    if not kind.is_private:
+        raise Refused(
+            f"Expected a private mechanism, found {name}, which is not differentially private "
+            "however much noise it adds: it has no epsilon. Choose another one."
+        )
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # they all are
+    settings = list(options.set)
+    for option, field_name in (("noise-ratio", "noise_ratio"), ("map-clip-norm", "map_clip_norm")):
+        value = getattr(options, field_name)
+        if value is None:
+            continue
+        if field_name not in known:
+            parser.error(f"argument --{option}: {name} has no such setting")
+        settings.append(f"{field_name}={value!r}")
+    if known.issuperset(_THRESHOLDS) and not _names(options) & set(_THRESHOLDS):
+        settings.append("threshold=0.0")
+    reader = ArgumentParser(exit_on_error=False)
+    reader.add_class_arguments(kind, "set")
+    try:
+        read = reader.parse_args([f"--set.{setting}" for setting in settings])
+    except ArgumentError as error:
+        parser.error(f"argument --set: {name}: {' '.join(str(error).split())}")
+    made: Mechanism = reader.instantiate_classes(read).set
+    return made
+
+
+def _names(options: argparse.Namespace) -> set[str]:
+    """Names of the settings that were given."""
+    return {setting.partition("=")[0] for setting in options.set}
+
+
+def _tables(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Table, ...]:
+    """One table with all rows and features: no price depends on how tables share them."""
+    if options.rows is None and "false_positives" in _names(options):
+        parser.error("argument --rows: expected a number, by which false_positives are counted")
+    if options.rows is not None and options.rows < 1:
+        parser.error(f"argument --rows: expected 1 or more, found {options.rows}")
+    features = tuple(f"feature {i}" for i in range(options.features))
+    return (Table("all tables", options.rows or 1, features),)
