@@ -1,4 +1,9 @@
-"""The budget of a run: every step is charged before it is taken, or refused."""
+"""The budget of a run: every step is charged before it is taken, or refused.
+
+What further steps will cost is computed once, before training (`forecast`), since it takes seconds.
+From then on `Budget` counts steps. It charges them to the ledger at the price that the plan asks
+for the whole run so far (`RunPlan.extend`), and keeps the journal on disk ahead of training.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,12 @@ from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 
 GRID_POINTS = 16
+"""Numbers of further steps for which a forecast has epsilon, at most."""
 AHEAD = 16
-"""Steps that the journal is ahead of training: what a killed run is charged at most in vain."""
+"""Number of steps that the journal is ahead of training. A killed run is charged at most so many
+that it did not take."""
 _FAR = 1 << 20
-"""Steps that epsilon is forecast for where training has no end."""
+"""Number of further steps that epsilon is forecast for if training has no end."""
 
 
 class BudgetSpentError(Refused):
@@ -25,23 +32,26 @@ class BudgetSpentError(Refused):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What further steps will have cost: made once, so that asking is quick."""
+    """What further steps will have cost. It is made once, so that asking is quick."""
 
     steps: tuple[int, ...]
     """Numbers of further steps, increasing, from zero."""
     epsilons: tuple[float, ...]
-    """An upper bound of epsilon after each."""
+    """An upper bound of epsilon after each of these numbers."""
     limit: int | None
-    """How many further steps the target covers; None without a target."""
+    """Number of further steps that the target covers; None without a target."""
 
     def epsilon(self, further_steps: int) -> float:
-        """An upper bound: epsilon at the next point of the grid."""
+        """An upper bound: epsilon at the next larger number of steps that was computed."""
         at = bisect_left(self.steps, further_steps)
         return self.epsilons[at] if at < len(self.epsilons) else math.inf
 
 
 def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
-    """Epsilon at a few numbers of further steps, and how far the target reaches."""
+    """Epsilon after a few numbers of further steps, and how many steps the target covers.
+
+    Ask before the run's `Budget` is made, which opens a segment of the ledger.
+    """
     step = ledger.position
 
     def cost(further: int, grid: float) -> float:
@@ -55,7 +65,7 @@ def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
         # The schedule's own end costs what calibration found, up to the search's tolerance.
         limit = most_steps(lambda n: cost(n, FINE) <= target, remaining)
     end = limit if limit is not None else remaining if remaining is not None else _FAR
-    # Epsilon grows about as the square root of the steps: squares space it evenly.
+    # Epsilon grows about as the square root of the steps: at squares it is spaced evenly.
     points = (end * i * i // (GRID_POINTS - 1) ** 2 for i in range(GRID_POINTS))
     steps = sorted({0, min(1, end), *points})
     last = cost(end, FINE)
@@ -77,12 +87,12 @@ class Budget:
         self.run, self.ledger = run, ledger
         self._forecast, self._journal = ahead, journal
         self._start, self._reserved = ledger.steps, ledger.steps
-        run.charge(ledger, ledger.position, 0)  # a new segment, even before its first step
+        run.charge(ledger, ledger.position, 0)  # opens a segment, with no step yet
         self.settle()
 
     @property
     def step(self) -> int:
-        """Steps that this model took: where it stands in the schedule."""
+        """Number of steps that this model took: where it stands in the schedule."""
         return self.ledger.position
 
     @property
@@ -92,21 +102,21 @@ class Budget:
 
     @property
     def remaining(self) -> int | None:
-        """Steps that may still be taken; None without a target."""
+        """Number of steps that may still be taken; None without a target."""
         limit = self._forecast.limit
         return None if limit is None else limit - self._taken
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of what has been spent. Quick."""
+        """An upper bound of the epsilon that has been spent. Asking is quick."""
         return self._forecast.epsilon(self._taken)
 
     def exact_epsilon(self) -> float:
-        """What has been spent. Slow."""
+        """The epsilon that has been spent. Computing it takes seconds."""
         return self.ledger.epsilon(self.run.delta) if self.ledger.entries else 0.0
 
     def charge(self) -> int:
-        """Before a step: charge it. Returns its number in the schedule."""
+        """Charge the next step before it is taken, and return its number in the schedule."""
         if self.remaining == 0:
             raise BudgetSpentError(
                 f"Expected a step within epsilon={self.run.plan.epsilon:g} at "
@@ -124,7 +134,7 @@ class Budget:
         return step
 
     def _reserve(self) -> None:
-        """Have the journal charge for this step and some more before this one begins."""
+        """Let the journal charge for this step and some more, before this one begins."""
         if self._journal is None or self.ledger.steps < self._reserved:
             return
         ahead = self.ledger.copy()
@@ -133,12 +143,13 @@ class Budget:
         self._reserved = ahead.steps
 
     def settle(self) -> None:
-        """Bring the journal down to what was really taken: at a clean end, or at rest."""
+        """Let the journal charge for the steps that were really taken, and for no more."""
         if self._journal is not None:
             self._journal.write(self.ledger)
         self._reserved = self.ledger.steps
 
     def close(self) -> None:
+        """Write the journal for the last time, and let another process continue the run."""
         self.settle()
         if self._journal is not None:
             self._journal.close()

@@ -1,4 +1,8 @@
-"""The privacy plan: one object that says what is promised and how the step keeps it."""
+"""The privacy plan: one object that says what is promised and how the step keeps it.
+
+A user writes a `PrivacyPlan`, in Python or in a recipe. It knows neither the data nor the model.
+`run_plan.resolve` gives it both, and returns the `RunPlan` that everything else asks.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +39,15 @@ class Users:
     """
 
     max_examples: int
-    """k: a user's first k examples are used, and no more."""
+    """k: the first k examples of each user are used, and no more."""
 
     drawn: Literal["examples", "users"] = "examples"
-    """Draw examples, and charge for the up to k that a user may have in a batch; or draw users with
-    all their examples, and clip each user's summed gradient. The batch size then counts users."""
+    """examples: draw examples one by one, and charge for the up to k that a user may have in a
+    batch. users: draw users with all their examples, and clip each user's summed gradient; the
+    batch size then counts users."""
 
     in_one_day: bool = False
-    """Whether a user's examples all lie in one day, by definition of a user: see by_day."""
+    """Whether all examples of a user lie in one day, by the definition of a user: see by_day."""
 
     def __post_init__(self) -> None:
         if self.max_examples < 1:
@@ -51,13 +56,13 @@ class Users:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """How training is made private. Give a target epsilon, a noise multiplier, or both."""
+    """How training is made private. Give it a target epsilon, a noise multiplier, or both."""
 
     mechanism: Mechanism = field(default_factory=DPSGD)
-    """Where noise goes in tables."""
+    """Which rows of the tables are updated in a step, and with what noise."""
 
     dense: DenseMechanism = field(default_factory=DenseGaussian)
-    """In which numbers dense layers are clipped and noised, together with the tables."""
+    """The form in which gradients of dense layers are clipped and noised, with the tables."""
 
     clip_norm: float = 1.0
     """C: the most that one unit may move the sum of gradients."""
@@ -66,54 +71,55 @@ class PrivacyPlan:
     """The target. Noise is calibrated to it, and no step is taken that would exceed it."""
 
     delta: float | None = None
-    """Goes with epsilon. By default 1 / (10 x units), rounded down to a power of ten."""
+    """The delta of epsilon. The default is 1 / (10 x units), rounded down to a power of ten."""
 
     noise_multiplier: float | None = None
-    """sigma: the noise's standard deviation over C. By default what epsilon asks for; with an
-    epsilon too, training ends when it is spent. Zero is allowed, and is not private."""
+    """sigma: the standard deviation of the noise over C. The default is what epsilon needs. If both
+    are given, training ends when epsilon is spent. Zero is allowed, and is not private."""
 
     unit: Literal["example"] | Users = "example"
     """Whom the guarantee protects."""
 
     sampling: Sampling = "poisson"
-    """poisson: the loader's order is replaced by Poisson samples of its data set. fixed_order: the
-    data once through, in order, over and over; one full-price event per pass. unamplified: any
-    loader whose order does not depend on the data, and that never repeats a unit within a batch;
-    one full-price event per step."""
+    """poisson: batches are Poisson samples of the loader's data set, whatever its order.
+    fixed_order: the data is read in order, pass after pass; each pass costs one event without
+    amplification. unamplified: the loader stays as it is; its order must not depend on the data,
+    and no batch may hold a unit twice; each step costs one event without amplification."""
 
     by_day: bool = False
-    """Train on one day after the other (`dataset.day_starts`). Where a unit lives in one day, the
-    cost is the largest day's, not the sum."""
+    """Train on one day after the other (`dataset.day_starts`). If every unit lives in one day, the
+    run costs what its most expensive day costs, and not the sum of all days."""
 
     days_per_period: int = 1
-    """With by_day: how many days are trained on together, one such period after the other."""
+    """With by_day: number of days that are trained on together, one such period after the other."""
 
     expected_batch_size: int | None = None
-    """What sums are divided by: a constant. By default the loader's batch size times the ranks."""
+    """The constant that sums are divided by; by default the loader's batch size times the ranks."""
 
     max_batch_size: int | None = None
-    """Cut larger Poisson samples to a random part of this size, at the price of its own event."""
+    """Cut larger Poisson samples to a random part of this size, which costs more privacy."""
 
     clipping: Clipping = field(default_factory=FlatClipping)
-    """How units are held to C."""
+    """How the gradient of a unit is kept within C."""
 
     noise_source: Literal["fast", "secure", "row_keyed"] = "fast"
-    """Where noise comes from. Speed and cryptography only: all three are exact Gaussians."""
+    """Where noise comes from. The three differ in speed and in cryptographic strength; all draw
+    exact Gaussians."""
 
     fixed_key: int | None = None
-    """For tests and replay: noise that anyone can draw again. A run with it is not private."""
+    """A key for tests and replay, with which anyone can draw the noise again: not private."""
 
     assume_independent_examples: str | None = None
-    """Why no example's loss depends on other examples. Instead of the probe that measures it, where
-    a model cannot be probed; the report says so."""
+    """The reason why no example's loss depends on other examples, for a model that cannot be
+    probed. It replaces the probe that measures this, and the report shows it."""
 
     assume_post_processing: str | None = None
-    """Why what hooks and layers write to parameters, buffers and released gradients is made of
-    released weights alone (a moving average, a projection). The report says so."""
+    """The reason why all that hooks and layers write to parameters, buffers and released gradients
+    is made of released weights alone (a moving average, a projection). The report shows it."""
 
     taints: tuple[str, ...] = ()
-    """Other ways in which private data went into this model, for the report: a vocabulary read off
-    the data, settings tuned on it, and the like."""
+    """Other ways in which private data went into this model, for the report: a vocabulary that was
+    read off the data, settings that were tuned on it, and the like."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taints", tuple(self.taints))  # lists, from YAML
@@ -205,15 +211,17 @@ class PrivacyPlan:
 
     @property
     def draws_whole_users(self) -> bool:
+        """Whether users are drawn, with all their examples."""
         return isinstance(self.unit, Users) and self.unit.drawn == "users"
 
     @property
     def unit_lives_in_one_day(self) -> bool:
+        """Whether days share no unit, so that their costs need not be added up."""
         return self.by_day and (not isinstance(self.unit, Users) or self.unit.in_one_day)
 
     @property
     def adjacency(self) -> str:
-        """What two data sets may differ in."""
+        """What two neighbouring data sets may differ in."""
         if self.sampling != "poisson":  # one more would shift all that come after it
             return "one example replaced by none, in its place"
         if isinstance(self.unit, Users):
@@ -227,25 +235,28 @@ class PrivacyPlan:
         planned_steps: int | None = None,
     ) -> Schedule:
         """How the units of each step are drawn, for the mechanism that prices the steps."""
+        examples_per_user = None
+        if isinstance(self.unit, Users) and self.unit.drawn == "examples":
+            examples_per_user = self.unit.max_examples
         return Schedule(
             tuple(phases),
             self.sampling,
-            self.unit.max_examples
-            if isinstance(self.unit, Users) and self.unit.drawn == "examples"
-            else None,
+            examples_per_user,
             self.max_batch_size,
             steps_per_pass,
             planned_steps,
         )
 
     def make_key(self) -> RunKey:
+        """The secret that sampling and noise are drawn from: a new one, or the fixed one."""
         return RunKey() if self.fixed_key is None else RunKey.fixed(self.fixed_key)
 
     def make_source(self, key: RunKey) -> NoiseSource:
+        """The source that draws noise from a key."""
         return _SOURCES[self.noise_source](key)
 
     def assumptions(self) -> list[str]:
-        """What is taken for granted and not measured, for the report."""
+        """What the guarantee rests on and nobody measured, for the report."""
         found = []
         if self.sampling == "unamplified":
             found.append(

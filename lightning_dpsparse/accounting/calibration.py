@@ -1,4 +1,8 @@
-"""From events to epsilon, and from epsilon to noise."""
+"""From events to epsilon, and from epsilon to noise.
+
+`epsilon_of` adds up the privacy losses of events (`privacy_loss.py`). `calibrate` searches for the
+least noise whose epsilon meets a target.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,19 @@ EventCounts = Sequence[tuple[DpEvent, int]]
 """Events, each with how often it was run."""
 
 _ORDERS = [*range(2, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
+"""Orders of the Renyi divergences that the cross-check takes the best of."""
 TOLERANCE = 1e-4
-"""Of a calibrated noise multiplier."""
+"""Largest error of a calibrated noise multiplier. It is never on the side of too little noise."""
 
 
 def epsilon_of(counts: EventCounts, delta: float, grid: float = FINE) -> float:
-    """The least epsilon at this delta, rounded up by the grid; infinite if something leaked."""
+    """The least epsilon at this delta, rounded up by the grid. It is infinite without privacy."""
     total = compose([losses_of(event, count, grid) for event, count in counts], grid)
     return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 
 def epsilons_of(counts: EventCounts, deltas: Sequence[float]) -> list[float]:
-    """The same at several deltas."""
+    """The least epsilon at each of several deltas."""
     total = compose([losses_of(event, count) for event, count in counts])
     if total is None:
         return [math.inf] * len(deltas)
@@ -37,7 +42,10 @@ def epsilons_of(counts: EventCounts, deltas: Sequence[float]) -> list[float]:
 
 
 def rdp_epsilon_of(counts: EventCounts, delta: float) -> float | None:
-    """By another road, Renyi divergences: looser, and independent code. None if it has no way."""
+    """Epsilon by Renyi divergences: a looser bound, by independent code, as a cross-check.
+
+    None if the accountant does not know some event.
+    """
     accountant = RdpAccountant(_ORDERS)
     try:
         for event, count in counts:
@@ -59,7 +67,7 @@ def default_delta(num_units: int) -> float:
 def check_delta(delta: float, num_units: int) -> None:
     """Refuse a delta that a mechanism without any privacy meets.
 
-    One that publishes a random unit as it is has (0, 1/N)-differential privacy.
+    A mechanism that publishes one unit, chosen at random, is (0, 1/N)-differentially private.
     """
     if delta * num_units >= 1.0:
         raise Refused(
@@ -70,7 +78,7 @@ def check_delta(delta: float, num_units: int) -> None:
 
 
 def delta_warning(delta: float, num_units: int | None) -> str | None:
-    """What to say of a delta that is allowed and large."""
+    """A warning for a delta that is large; None if it is small enough."""
     if num_units is None or delta * 10 * num_units <= 1.0 + 1e-9:
         return None
     if delta * num_units >= 1.0:
@@ -93,8 +101,8 @@ def calibrate(
 ) -> float:
     """The least noise multiplier, to `tolerance`, with cost(noise multiplier, grid) <= epsilon.
 
-    Searched on the coarse grid first. There epsilon comes out too large, and so does the noise: the
-    fine search starts just below.
+    The search begins on the coarse grid. There epsilon comes out too large, and so does the noise:
+    the search on the fine grid starts just below.
     """
 
     @cache
@@ -108,13 +116,16 @@ def calibrate(
     else:
         low, high = _bracket(lambda noise: excess(noise, grid), rough * 0.985, rough * 1.005)
         noise = float(brentq(excess, low, high, args=(grid,), xtol=tolerance / 2))
-    while excess(noise, grid) > 0:  # the root is known to half a tolerance, from either side
+    while excess(noise, grid) > 0:  # the root found may lie half a tolerance below the true one
         noise += tolerance / 2
     return noise
 
 
 def most_steps(costs_at_most: Callable[[int], bool], planned: int | None) -> int:
-    """The largest number of steps, up to `planned`, for which the answer is yes."""
+    """The largest number of steps, up to `planned`, that costs at most what it may.
+
+    More steps must never cost less.
+    """
     if planned is not None and costs_at_most(planned):
         return planned
     if not costs_at_most(0):

@@ -1,6 +1,8 @@
-"""The privacy events of a step, in dp-accounting's terms, and two that it has none for.
+"""Privacy events: descriptions of what was done to the data, from which epsilon follows.
 
-Adjacency is always: one unit (an example, or a user) added or removed.
+The types are dp-accounting's, so that its accountants can check ours. Two are added here, for which
+it has none. `privacy_loss.py` says what each event costs. Two data sets are always adjacent if one
+has one unit (an example, or a user) more than the other.
 """
 
 from __future__ import annotations
@@ -47,31 +49,31 @@ class GumbelDpEvent(DpEvent):
 
 
 def not_private() -> DpEvent:
-    """Nothing is guaranteed."""
+    """The event that guarantees nothing."""
     return NonPrivateDpEvent()
 
 
 def exponential(epsilon: float) -> DpEvent:
-    """One choice by the exponential mechanism, of range epsilon."""
+    """The event of one choice by the exponential mechanism, of range epsilon."""
     return ExponentialDpEvent(epsilon)
 
 
 def gumbel(epsilon: float) -> DpEvent:
-    """A histogram with Gumbel noise of scale 1 / epsilon, one count of which moves by one."""
+    """The event of a histogram with Gumbel noise of scale 1 / epsilon: a unit moves one count."""
     return GumbelDpEvent(epsilon)
 
 
-def composed(charges: Sequence[tuple[DpEvent, int]]) -> DpEvent:
-    """Several events, each so many times, as one."""
-    parts = [SelfComposedDpEvent(event, times) for event, times in charges]
+def composed(counts: Sequence[tuple[DpEvent, int]]) -> DpEvent:
+    """One event for several, each of which is run so many times."""
+    parts = [SelfComposedDpEvent(event, times) for event, times in counts]
     return parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
 
 
 def gaussian(noise_multiplier: float) -> DpEvent:
-    """A sum that one unit moves by at most C, plus noise of standard deviation sigma C."""
+    """The event of a sum that a unit moves by at most C, with noise of deviation sigma C."""
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
-    return GaussianDpEvent(float(noise_multiplier))  # floats: RDP loses integers when it composes
+    return GaussianDpEvent(float(noise_multiplier))  # RDP is wrong with integers
 
 
 def is_private(event: DpEvent) -> bool:
@@ -80,25 +82,26 @@ def is_private(event: DpEvent) -> bool:
 
 
 def is_gaussian(event: DpEvent) -> bool:
+    """Whether the event is one noisy sum, with or without noise."""
     return isinstance(event, (GaussianDpEvent, NonPrivateDpEvent))
 
 
 def poisson(rate: float, event: DpEvent) -> DpEvent:
-    """An event on a Poisson sample of the units: everything that sees the same sample, as one."""
+    """An event on a Poisson sample of the units. It must hold everything that sees this sample."""
     if isinstance(event, NonPrivateDpEvent):
         return event
     return PoissonSampledDpEvent(float(rate), event)
 
 
 def poisson_gaussian(rate: float, noise_multiplier: float) -> DpEvent:
-    """The noisy sum on a Poisson sample."""
+    """The event of a noisy sum over a Poisson sample."""
     return poisson(rate, gaussian(noise_multiplier))
 
 
 def truncated_poisson_gaussian(
     num_units: int, rate: float, max_batch: int, noise_multiplier: float
 ) -> DpEvent:
-    """The same where a sample larger than `max_batch` is cut to a random part of it."""
+    """The event of a noisy sum over a Poisson sample that is cut to `max_batch` units at random."""
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     return TruncatedSubsampledGaussianDpEvent(
@@ -107,9 +110,9 @@ def truncated_poisson_gaussian(
 
 
 def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: float) -> DpEvent:
-    """Examples are drawn, users are protected: a user may be in a batch up to k times.
+    """The event of a noisy sum over a Poisson sample of examples, where users are protected.
 
-    How often is Binomial(k, q), and each time moves the sum by C.
+    The number of a user's examples in a batch is Binomial(k, q), and each moves the sum by up to C.
     """
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
@@ -123,7 +126,7 @@ def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: f
 
 
 def combined_noise(*noise_multipliers: float) -> float:
-    """The one noise multiplier that several queries of the same batch amount to.
+    """The noise multiplier of one query that costs as much as several queries of the same batch.
 
     sigma = (sum sigma_i^-2)^(-1/2). The queries see the same sample: subsample the combination, and
     never combine subsampled events.
@@ -135,7 +138,7 @@ def combined_noise(*noise_multipliers: float) -> float:
 
 
 def split_noise(noise_multiplier: float, ratio: float) -> tuple[float, float]:
-    """Two noise multipliers in the given ratio (first over second) that amount to one.
+    """Two noise multipliers in the given ratio (first over second) that cost as much as one.
 
     >>> [round(s, 4) for s in split_noise(0.7931, ratio=5.0)]
     [4.044, 0.8088]
@@ -148,13 +151,13 @@ def split_noise(noise_multiplier: float, ratio: float) -> tuple[float, float]:
 
 
 def event_to_data(event: DpEvent) -> dict[str, Any]:
-    """As a dictionary of plain Python values."""
+    """The event as a dictionary of plain Python values."""
     named = event.to_named_tuple()
     return {key: _plain(value) for key, value in named._asdict().items()}
 
 
 def event_from_data(data: Mapping[str, Any]) -> DpEvent:
-    """The event that `event_to_data` wrote down. Only modules of events are ever imported."""
+    """The event that `event_to_data` wrote. Classes come from modules of events only."""
     if data["module_name"] not in ("dp_accounting.dp_event", __name__):
         raise Refused(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
     cls: Any = globals().get(data["class_name"]) or _named(data["class_name"])
@@ -168,7 +171,7 @@ def event_from_data(data: Mapping[str, Any]) -> DpEvent:
 
 
 def describe_event(event: DpEvent) -> str:
-    """For people."""
+    """The event in words, for people."""
     if isinstance(event, PoissonSampledDpEvent):
         return f"{_what(event.event)}, on a Poisson sample of rate {event.sampling_probability:.6g}"
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
@@ -187,7 +190,7 @@ def describe_event(event: DpEvent) -> str:
 
 
 def _what(event: DpEvent) -> str:
-    """What is done with the units that take part."""
+    """What is done with the units that take part, in words."""
     if isinstance(event, GaussianDpEvent):
         return f"Gaussian, noise multiplier {event.noise_multiplier:.6g}"
     if isinstance(event, ExponentialDpEvent):

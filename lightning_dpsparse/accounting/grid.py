@@ -1,9 +1,10 @@
-"""Losses put on a grid from above: connecting the dots, without differences of differences.
+"""Privacy losses on a grid of equally spaced points, rounded so that epsilon is never too small.
 
 A pair of distributions (P, Q) with losses between two points of the grid is replaced by one that
 has them on the two points, with the same mass under P and under Q. That raises delta(epsilon)
-everywhere, and by as little as the grid allows (Doroshenko et al. 2022, arXiv:2207.04380). Computed
-interval by interval, rounding errors stay relative to each interval's own mass.
+everywhere, and by as little as the grid allows ("connecting the dots", Doroshenko et al. 2022,
+arXiv:2207.04380). Here masses are computed interval by interval, and not as differences of values
+of delta: rounding errors stay relative to each interval's own mass.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ Array = NDArray[np.float64]
 def both_ways(
     first: int, p_K: Array, q_K: Array, p_above: float, q_above: float, grid: float
 ) -> PrivacyLossDistribution:
-    """Removing a unit (P against Q) and adding it (Q against P).
+    """The loss when a unit is removed (P against Q) and when it is added (Q against P).
 
     Args:
         first: The lowest point, in units of the grid.
         p_K: Mass of P between neighbouring points.
-        q_K: Mass of Q there.
+        q_K: Mass of Q between the same points.
         p_above: Mass of P above the highest point: counted as an infinite loss.
-        q_above: Mass of Q there, where its own loss is lowest.
-        grid: Distance of the points.
+        q_above: Mass of Q above the highest point, where the loss of Q against P is lowest.
+        grid: Distance between neighbouring points.
     """
     removed = one_way(first, p_K, q_K, p_above, grid)
     below = np.append(q_above, q_K[::-1])  # one interval more: its loss is at most its upper end
@@ -47,7 +48,7 @@ def one_way(first: int, p_K: Array, q_K: Array, infinite: float, grid: float) ->
 
 
 def from_losses(loss: Array, mass: Array, infinite: float, grid: float) -> PLDPmf:
-    """Any losses, each with its mass, moved to the points beside it."""
+    """The distribution of any losses, the mass of each moved to the two points beside it."""
     below = np.floor(loss / grid).astype(np.int64)
     first = int(below.min())
     count = int(below.max()) - first + 1

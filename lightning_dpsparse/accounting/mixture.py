@@ -1,7 +1,7 @@
-"""The loss of a mixture of Gaussians: what sampled gradients cost.
+"""The privacy loss of a mixture of Gaussians, which is what noisy sums over samples cost.
 
-dp-accounting computes the same, point by point in Python; here all points of the grid are found at
-once, some hundred times faster, and with less rounding.
+dp-accounting computes the same loss point by point in Python. Here all points of the grid are found
+at once, which is about a hundred times faster, and rounds less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from scipy.special import ndtr
 
 from lightning_dpsparse.accounting.grid import Array, both_ways
 
-_FURTHEST, _NEVER = 10.5, 1e-24  # standard deviations, and the probability beyond them
+_FURTHEST = 10.5
+"""Distance from the mean, in standard deviations, beyond which no output is looked at."""
+_NEVER = 1e-24
+"""Probability that is taken for zero: that of an output beyond the distance above, about."""
 
 # K intervals between the points of the grid, S sensitivities
 
@@ -23,7 +26,7 @@ _FURTHEST, _NEVER = 10.5, 1e-24  # standard deviations, and the probability beyo
 def mixture_losses(
     stddev: float, sensitivities: Sequence[float], probabilities: Sequence[float], grid: float
 ) -> PrivacyLossDistribution:
-    """Of P = sum_i p_i N(s_i, stddev^2) against Q = N(0, stddev^2), s_i >= 0, both ways.
+    """The loss of P = sum_i p_i N(s_i, stddev^2) against Q = N(0, stddev^2), s_i >= 0, both ways.
 
     The loss grows with the output x, so the losses between two points of the grid are those of an
     interval of x, whose mass is a difference of normal tails.
@@ -31,7 +34,7 @@ def mixture_losses(
     shift_S, weight_S = np.array(sensitivities), np.array(probabilities)
 
     def loss(x: Array) -> tuple[Array, Array]:
-        """And its slope."""
+        """The loss at outputs x, and its derivative with respect to x."""
         term = weight_S * np.exp((2.0 * x[:, None] - shift_S) * shift_S / (2.0 * stddev**2))
         total = term.sum(1)
         return np.log(total), (term @ shift_S) / total / stddev**2
@@ -42,7 +45,7 @@ def mixture_losses(
     first, last = math.floor(coarse[0] / grid), math.ceil(coarse[-1] / grid)
     at = np.arange(first, last + 1) * grid
     x = np.interp(at, coarse, x)
-    for _ in range(3):  # Newton's steps; the interpolation is good to five digits already
+    for _ in range(3):  # Newton steps, from an interpolation that has about five right digits
         value, slope = loss(x)
         x -= np.clip((value - at) / slope, -stddev / 10, stddev / 10)
     x[0] = -np.inf  # the lowest point lies below all losses
@@ -54,6 +57,6 @@ def mixture_losses(
 
 
 def _between(x: Array) -> tuple[Array, float]:
-    """Standard normal mass between neighbouring points, and above the last."""
+    """The standard normal mass between neighbouring points, and above the last one."""
     below, above = np.diff(ndtr(x)), -np.diff(ndtr(-x))
     return np.where(x[1:] > 0, above, below), float(ndtr(-x[-1]))

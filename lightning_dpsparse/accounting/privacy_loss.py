@@ -1,4 +1,9 @@
-"""Privacy loss distributions: what dp-accounting builds, and what it has no builder for."""
+"""From an event to the distribution of its privacy loss, from which epsilon follows.
+
+dp-accounting builds the distributions of most events. Those of Poisson samples, exponential choices
+and Gumbel noise are built here: it has none for them, or slower ones. All are rounded up to a grid
+(`grid.py`), so that epsilon is never too small.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +32,26 @@ from lightning_dpsparse.accounting.mixture import mixture_losses
 from lightning_dpsparse.refused import Refused
 
 FINE = 1e-4
-"""Grid of losses for results. Every grid gives an upper bound; finer is tighter."""
+"""Distance between losses on the grid for results. Any grid gives an upper bound of epsilon, and a
+finer one a tighter bound."""
 COARSE = 1e-3
-"""Ten times quicker: for searching, and for epsilon on the way."""
+"""Distance between losses on a grid that is ten times quicker, for searches and for epsilon during
+training."""
 
 
 _LEAST_NOISE = 0.1
-"""Of one step on a sample, over its sensitivity: with less, epsilon is in the hundreds, protects
-nobody, and takes minutes. It is reported as infinite, which is an upper bound too."""
+"""Least noise multiplier of a step on a sample that is computed. With less noise epsilon is in the
+hundreds, protects nobody, and takes minutes to compute. It is reported as infinite, which is an
+upper bound too."""
 _LEAST_OF_USER = 0.03
-"""The same, over that of a user all of whose examples were drawn at once, which is rare."""
+"""The same where users are protected: the noise over the most that all examples of a user can move
+the sum, in the rare case that all are drawn at once."""
 _LEAST_GAUSSIAN = 0.02
-"""Of all steps together, without sampling, which is quicker."""
+"""Least noise multiplier of all steps together without sampling, which is quicker to compute."""
 
 
 def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLossDistribution | None:
-    """The loss of `count` independent runs of the event; None if it is not private to speak of."""
+    """The loss of `count` independent runs of the event; None if it has no finite bound."""
     if count == 0 or isinstance(event, NoOpDpEvent):
         return builders.from_privacy_parameters(_nothing(), value_discretization_interval=grid)
     if isinstance(event, SelfComposedDpEvent):
@@ -50,7 +59,7 @@ def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLoss
     if isinstance(event, ComposedDpEvent):
         return compose([losses_of(one, count, grid) for one in event.events], grid)
     if isinstance(event, GaussianDpEvent) and event.noise_multiplier:
-        # The sum of Gaussian losses is the loss of one Gaussian: exact, and nothing to convolve.
+        # The sum of Gaussian losses is the loss of one Gaussian, exactly: nothing is convolved.
         deviation = event.noise_multiplier / math.sqrt(count)
         if deviation < _LEAST_GAUSSIAN:
             return None
@@ -62,7 +71,7 @@ def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLoss
 def compose(
     parts: list[PrivacyLossDistribution | None], grid: float = FINE
 ) -> PrivacyLossDistribution | None:
-    """The loss of independent mechanisms run one after the other."""
+    """The loss of mechanisms that are run one after the other, each with noise of its own."""
     total = losses_of(NoOpDpEvent(), grid=grid)
     for part in parts:
         if part is None or total is None:
@@ -127,13 +136,13 @@ def poisson_subsampled(whole: PrivacyLossDistribution, rate: float) -> PrivacyLo
 
     loss, with_unit, never = _table(whole._pmf_remove)
     without_unit = with_unit * np.exp(-loss)
-    without_unit[0] += 1.0 - float(without_unit.sum())  # all that lies below the first loss
+    without_unit[0] += 1.0 - float(without_unit.sum())  # the mass of all losses below the first
     mixed = (1.0 - rate) * without_unit + rate * with_unit
     remove = from_losses(np.log1p(rate * np.expm1(loss)), mixed, rate * never, grid)
 
     loss, mass, never = _table(whole._pmf_add)
     shrunk: Array = -np.log1p(rate * np.expm1(-loss))
-    # Where the unit's presence is impossible the sampled mechanism still may have left it out.
+    # An output that is impossible with the unit stays possible: the sample may leave the unit out.
     add = from_losses(np.append(shrunk, -np.log1p(-rate)), np.append(mass, never), 0.0, grid)
     return PrivacyLossDistribution(remove, add)
 
@@ -145,8 +154,8 @@ _ROUNDING = 1e-10
 def _table(pmf: Any) -> tuple[Array, Array, float]:
     """Losses, their probabilities, and the probability of an infinite one.
 
-    The lowest losses, where exp(-loss) would blow rounding errors up, are moved to a higher one:
-    that can only overstate.
+    The lowest losses, where exp(-loss) would enlarge rounding errors, are moved to a higher one,
+    which can only overstate epsilon.
     """
     dense = pmf.to_dense_pmf()
     probabilities = np.array(dense._probs, dtype=np.float64)
@@ -160,7 +169,7 @@ def _table(pmf: Any) -> tuple[Array, Array, float]:
 
 def _gumbel(epsilon: float, grid: float) -> PrivacyLossDistribution:
     """Loss -e + (exp(e) - 1) E with E ~ Exp(1) under P, and Exp with mean exp(-e) under Q."""
-    furthest = 45.0  # of E: beyond lies less than 1e-19
+    furthest = 45.0  # E exceeds this with a probability below 1e-19
     first = math.floor(-epsilon / grid)
     last = math.ceil((math.expm1(epsilon) * furthest - epsilon) / grid)
     at = np.arange(first, last + 1) * grid

@@ -1,4 +1,8 @@
-"""The facts of a private run: what the privacy report shows and a reviewer signs."""
+"""The facts of a private run: what the privacy report shows and a reviewer signs.
+
+They follow from the resolved plan (`RunPlan`) and the ledger alone; the plugin adds what it saw of
+the run (taints, history). `report/` turns them into a page.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from lightning_dpsparse.plan import Users
 from lightning_dpsparse.run_plan import RunPlan
 
 _PACKAGES = ("lightning-dpsparse", "torch", "torchrec", "fbgemm-gpu", "lightning", "dp-accounting")
-_POINTS = 12  # of the plot
+_POINTS = 12
+"""Number of points of epsilon over time."""
 
 NOT_COVERED = (
     "Anything else that is made from the same data: other models, statistics, validation results.",
@@ -136,7 +141,7 @@ def _sentence(run: RunPlan, epsilon: float, is_private: bool) -> str:
 
 
 def _up(value: float) -> str:
-    """Four digits, never rounded down."""
+    """The value in four digits, never rounded down."""
     digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{math.ceil(round(value * 10.0**digits, 6)) / 10.0**digits:.4g}"
 
@@ -153,7 +158,7 @@ def _sampling(run: RunPlan) -> str:
 
 
 def _settings(mechanism: Any, prefix: str = "") -> dict[str, Any]:
-    """Of the mechanism and what it is made of, as plain values by name."""
+    """The settings of a mechanism and of what it is made of, as plain values by name."""
     if not is_dataclass(mechanism):
         return {}
     found: dict[str, Any] = {}

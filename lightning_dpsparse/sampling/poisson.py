@@ -1,7 +1,8 @@
 """Poisson samples: every unit is in every batch with the same probability, independently.
 
-A step's batch is a function of (run key, step, rank) alone: nothing is remembered between batches,
-and none costs more than its own size, however large the data.
+A step's batch is a function of (run key, step, rank) alone. Nothing is remembered between batches,
+and drawing one takes time in proportion to its own size, however large the data. `units.py` says
+what is drawn, and `schedule.py` what steps on such samples cost.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PoissonSampler:
     def _count(self, phase: Phase, step: int) -> int:
         if self._max_batch is None:
             return self._binomial(phase, step, self._rank)
-        # Every rank draws every rank's count: they share the key, and agree without a word.
+        # Every rank draws the counts of all ranks. They share the key, and so need no messages.
         counts = [self._binomial(phase, step, rank) for rank in range(self._world)]
         if sum(counts) > self._max_batch:
             generator = self._generator("truncation", step, 0)
@@ -105,8 +106,8 @@ class PoissonSampler:
 class PoissonBatches:
     """A batch sampler for `DataLoader`: `length` batches from the run's present step on.
 
-    The step is asked for when the first batch is: neither an epoch's number nor a resumed one's
-    position has a say in what is drawn.
+    The step is asked for when the first batch is asked for: what is drawn depends neither on the
+    number of the epoch nor on where a resumed epoch stands.
     """
 
     def __init__(self, sampler: PoissonSampler, length: int, present_step: Callable[[], int]):

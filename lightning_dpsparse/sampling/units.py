@@ -1,6 +1,7 @@
 """What is drawn: examples, examples of users who are held to a cap, or whole users.
 
-Caps keep a user's first k examples in the order of the data: a rule that looks at nobody else's.
+A cap keeps a user's first k examples in the order of the data. Which are kept depends on no other
+user.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class CappedExamples:
 class WholeUsers:
     """Users, each with at most `max_examples` examples that come together.
 
-    Numbered by the day of their first example.
+    Users are numbered in the order of their first examples.
     """
 
     def __init__(self, users_N: Sequence[int] | Ints, max_examples: int) -> None:
