@@ -1,17 +1,16 @@
 """Differentially private training of TorchRec recommenders with PyTorch Lightning.
 
-Importing the package registers `Trainer(strategy="dpsparse")`. The heavy parts are imported when
-first asked for.
+Importing the package makes `Trainer(strategy="dpsparse")` known (see `registration`). The parts of
+the package that need torch or Lightning are imported when one of their names is first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
+from lightning_dpsparse.registration import register_with_lightning
 from lightning_dpsparse.version import __version__
 
 if TYPE_CHECKING:
@@ -105,25 +104,4 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def register_strategy() -> None:
-    """Make `Trainer(strategy="dpsparse")` known."""
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    def make(**kwargs: Any) -> Any:
-        return __getattr__("DPSparseStrategy")(**kwargs)
-
-    StrategyRegistry.register("dpsparse", make, "TorchRec sharded tables", override=True)
-
-
-def _is_command_line() -> bool:
-    """Whether Python is starting this package's own command.
-
-    It registers the strategy when it runs a recipe: `--help` need not wait for Lightning, and
-    `doctor` must speak where Lightning is broken.
-    """
-    program = Path(sys.argv[0] if sys.argv else "").name
-    return program in ("-m", "lightning-dpsparse")  # "-m" while Python looks for the main module
-
-
-if not _is_command_line():
-    register_strategy()
+register_with_lightning()

@@ -24,7 +24,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_dpsparse import register_strategy
 from lightning_dpsparse.recipe_files import find_recipe
 from lightning_dpsparse.refused import Refused
 
@@ -51,7 +50,6 @@ class RecipeCLI(LightningCLI):
     """Runs any LightningModule on any LightningDataModule; a recipe names both by class path."""
 
     def __init__(self, description: str = "", **kwargs: Any) -> None:
-        register_strategy()
         super().__init__(
             LightningModule,
             LightningDataModule,

@@ -30,6 +30,7 @@ ORDER = [
     "calculator",
     "sharded",
     "plugin",
+    "registration",
     "data",
     "models",
     "recipe_files",
@@ -43,7 +44,7 @@ ORDER = [
 
 # Who may import what from outside.
 ALLOWED = {
-    "lightning": {"plugin", "models", "data", "recipe", "audit", "cli", "__init__"},
+    "lightning": {"plugin", "models", "data", "recipe", "audit", "registration"},
     "torchrec": {"sharded", "models", "data", "audit"},
     "fbgemm_gpu": {"sharded"},
     "torch.distributed": {"sharded"},
