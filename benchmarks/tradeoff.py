@@ -122,7 +122,9 @@ class Reduction(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.reduction = private_run(trainer).gradient_size().get("gradient_reduction", 1.0)
+        stepper = private_run(trainer).stepper
+        assert stepper is not None
+        self.reduction = stepper.gradient_size().get("gradient_reduction", 1.0)
 
 
 def train(setting: Setting, epsilon: float, seed: int, data: Data, noise: float | None) -> Row:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from typing_extensions import override
 
+from lightning_dpsparse.plugin.evidence import evidence_folder
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import write as write_report
@@ -83,9 +84,13 @@ class PrivacyMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         run = private_run(trainer)
-        values = run.measurements()
+        assert run.stepper is not None
+        values = {  # of public settings
+            "noise_multiplier": run.budget.run.noise_multiplier,
+            "noise_stddev": run.stepper.noise_stddev,
+        }
         if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            sizes = run.gradient_size()
+            sizes = run.stepper.gradient_size()
             by_table = {name: size for name, size in sizes.items() if "/" in name}
             values |= {name: size for name, size in sizes.items() if "/" not in name}
             with run.logs.ours():
@@ -94,7 +99,8 @@ class PrivacyMonitor(Callback):
                     logger.log_metrics(by_table, step=trainer.global_step - 1)
         with run.logs.ours():
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
-        pl_module.log_dict(run.diagnostics(), on_step=True, on_epoch=False, batch_size=1)
+        diagnostics = {f"nonprivate/{k}": value for k, value in run.stepper.diagnostics().items()}
+        pl_module.log_dict(diagnostics, on_step=True, on_epoch=False, batch_size=1)
 
 
 class PrivacyReport(Callback):
@@ -119,7 +125,7 @@ class PrivacyReport(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         run = private_run(trainer)
-        folder = Path(self.folder) if self.folder else run.folder
+        folder = Path(self.folder) if self.folder else evidence_folder(trainer)
         if trainer.is_global_zero and run.has_started:
             write_report(run.facts(), folder)
 

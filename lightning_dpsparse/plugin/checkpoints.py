@@ -1,50 +1,57 @@
-"""The strategy's checkpoints: directories of shards, with the ledger and the weights' history."""
+"""What a strategy with sharded tables saves and loads, and what it remembers of weights.
+
+A checkpoint is a directory: every rank writes its shards, and rank 0 the rest. Beside the weights
+lie their history (`history`) and, for a private run, what that run kept: its ledger, its selected
+rows and its evidence. A copy of the privacy report goes into every directory. Before anything is
+written, noise that a mechanism has put off is added.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from tqdm import tqdm
 from typing_extensions import override
 
-from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import lineage, refusals
-from lightning_dpsparse.plugin.datasets import digest
-from lightning_dpsparse.plugin.lineage import History
+from lightning_dpsparse.plugin.history import (
+    History,
+    history_as_data,
+    history_in,
+    history_of,
+    keep_history,
+)
+from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
+from lightning_dpsparse.plugin.private_training import PrivateTraining
+from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 
-class ShardedCheckpoints(DDPStrategy):
-    """What a strategy with sharded tables saves and loads, and what it remembers of weights."""
+class ShardedCheckpoints(ShardedStrategy):
+    """Saves and loads sharded tables, with the history of the weights."""
 
-    privacy: PrivacyPlan | None = None
     _run: PrivateRun | None = None
+    """The private run of the last `fit`; None without a plan."""
+    _training: PrivateTraining | None = None
+    """Takes the steps of that run, from its start to its end."""
+    _plain: PlainTraining | None = None
+    """Counts the steps of a `fit` without a plan, from its start on."""
     _carried: dict[str, Any] | None = None
-    """What the checkpoint that was loaded last says of its private run."""
-    _history: History = ()
-    """Of the weights that plain training began with."""
-    _first_step = 0
+    """What the private run behind the checkpoint that was loaded last kept."""
     _weights: frozenset[str] = frozenset()
     """Names of what the module's state dict held when it was last asked."""
 
     @property
-    def module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def private_run(self) -> PrivateRun | None:
-        """What the callbacks of this package talk to."""
+        """The private run of the last `fit`: what the callbacks of this package talk to."""
         return self._run
 
     # ---- history --------------------------------------------------------------------------------
@@ -59,43 +66,27 @@ class ShardedCheckpoints(DDPStrategy):
         if module is not None and isinstance(module, LightningModule):
             before = lineage.earlier_trainer(module)
             if before:
-                lineage.keep_history(module, (*lineage.history_of(module), *before))
+                keep_history(module, (*history_of(module), *before))
         self.__dict__["_module"] = module
 
-    def _begin_plain_training(self) -> None:
-        """Private weights may not be trained on without privacy and keep their name."""
-        self._history = lineage.history_of(self.module)
-        refusals.check_private_history(self._history)
-        self._first_step = self.module.trainer.global_step
-
     def _current_history(self) -> History:
+        """The history of the module's weights as they are now."""
         if self._run is not None and self._run.has_started:
-            return self._run.history()
-        trainer = self.module.trainer
-        if trainer.state.fn != TrainerFn.FITTING:
-            return lineage.history_of(self.module)
-        data = digest(getattr(trainer.train_dataloader, "dataset", None))
-        return lineage.after_steps(self._history, data, trainer.global_step - self._first_step)
+            return self._run.evidence.history(self._run.budget.ledger)
+        if self._plain is None or self.module.trainer.state.fn != TrainerFn.FITTING:
+            return history_of(self.module)
+        return self._plain.history()
 
     # ---- files ----------------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The one point that every checkpoint passes: noise that was put off lands before it."""
-        if self._run is not None and self._run.has_started:
-            self._run.perimeter.before_save()
-        self._pay_all()
+        if self._training is not None:
+            self._training.before_save()
         state = super().lightning_module_state_dict()
         self._weights = frozenset(state)
         return state
-
-    def _pay_all(self) -> None:
-        if self._run is not None and self._run.stepper is not None:
-            self._run.stepper.before_release(self._payment_bar if self.is_global_zero else None)
-
-    @staticmethod
-    def _payment_bar(work: Sequence[Any]) -> Iterable[Any]:
-        return tqdm(work, "Noise for all rows", delay=1.0, leave=False, unit="chunk")
 
     @property
     @override
@@ -106,7 +97,7 @@ class ShardedCheckpoints(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Write a directory: every rank its shards, rank 0 the rest."""
+        """Write a directory: every rank writes its shards, and rank 0 the rest."""
         path = Path(self.broadcast(str(filepath)))
         if self.is_global_zero and path.is_file():
             path.unlink()
@@ -117,7 +108,7 @@ class ShardedCheckpoints(DDPStrategy):
             meta[CHECKPOINT_KEY] = self._run.checkpoint()
         elif self._carried is not None:
             meta[CHECKPOINT_KEY] = self._carried
-        meta[sharded_checkpoint.HISTORY_KEY] = lineage.to_data(self._current_history())
+        meta[sharded_checkpoint.HISTORY_KEY] = history_as_data(self._current_history())
         sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
         if self.is_global_zero and self._run is not None and self._run.has_started:
             write_report(self._run.facts(), path)
@@ -136,15 +127,19 @@ class ShardedCheckpoints(DDPStrategy):
             weights_only=weights_only,
         )
         self._carried = checkpoint.get(CHECKPOINT_KEY)
-        lineage.keep_history(self.module, lineage.history_in(checkpoint))
+        keep_history(self.module, history_in(checkpoint))
         if is_fitting:
             refusals.check_private_resume(self._carried, self.privacy)
         else:
             selected = (self._carried or {}).get("selection") or {}
-            # Other ids may be read from one row.
+            # The rows that were not selected may all be read from one row.
             share_a_row(self.module, selected.get("rows"), selected.get("row_for_others"))
-        if self._run is not None:
-            self._run.restore(checkpoint)
+        if self._run is not None and self._carried is not None:
+            self._run.restore(self._carried)
+        elif self._run is not None:
+            self._run.evidence.declare_public(
+                "The data behind the checkpoint that training began from, which has no ledger."
+            )
         return checkpoint
 
     @override

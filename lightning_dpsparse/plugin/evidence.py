@@ -1,9 +1,15 @@
-"""What a private run can say for itself: taints, what is not covered, and where its weights came
-from. Goes into every checkpoint, stays with the module in memory, and makes the report."""
+"""What a private run can say for itself, and what its report is made of.
+
+An epsilon holds under conditions. The report lists what broke them as far as can be seen (taints),
+what the epsilon does not cover (public data, other runs), and which data went into the weights
+before. All of this is kept in every checkpoint and with the module in memory, so that a run that
+goes on from them says it too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import Budget
 from lightning_dpsparse.plugin import lineage
-from lightning_dpsparse.plugin.lineage import History
+from lightning_dpsparse.plugin.history import History, history_as_data, history_of
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.report.facts import make_facts
 
@@ -23,13 +29,19 @@ _LIGHTNINGS_KEYS = {
     "datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters",
     "current_model_state", "averaging_state",
 }  # fmt: skip
+"""What Lightning itself puts into a checkpoint."""
+
+
+def evidence_folder(trainer: Trainer) -> Path:
+    """Where journal and report go: beside the run's logs. Asks the ranks: call it on all."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 class Evidence:
-    """Of one run, and of all that its weights went through before."""
+    """The evidence of one run, and of all that its weights went through before."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, logs: Logs) -> None:
+        self._trainer, self._logs = trainer, logs
         self._taints: list[str] = []
         self._not_covered: list[str] = []
         self._faults: list[str] = []
@@ -37,38 +49,40 @@ class Evidence:
         self._history: History = ()
         self._data: str | None = None
         self._first_step = 0
-        self._logs: Logs | None = None
+        self.rounding_price = 0.0
+        """The part of the clip norm that the step keeps for rounding."""
         self._facts: tuple[Any, dict[str, Any]] | None = None
 
     # ---- before training ------------------------------------------------------------------------
 
     def declare_public(self, what: str) -> None:
-        """Something that went into the model and is taken to be public: the report says so."""
+        """The report says that this went into the model and is taken to be public."""
         if what not in self._not_covered:
             self._not_covered.append(what)
 
     def taint(self, what: str) -> None:
+        """The report says that this happened, beside what the epsilon accounts for."""
         if what not in self._taints:
             self._taints.append(what)
 
     def take_as_public(self, history: History, name: str) -> None:
-        """Weights from a file, which training is about to begin with."""
+        """Training is about to begin with weights from this file, which have this history."""
         self._public.append((history, name))
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """What a checkpoint or the module in memory says of earlier runs."""
+        """Repeat what a checkpoint, or the module in memory, says of earlier runs."""
         for what in kept["taints"]:
             self.taint(what)
         for what in kept["not_covered"]:
             self.declare_public(what)
 
-    def begin(self, module: LightningModule, data: str | None, ledger: Ledger, logs: Logs) -> None:
+    def begin(self, module: LightningModule, data: str | None, ledger: Ledger) -> None:
         """The first step is about to be taken, on this data set. `ledger` is what was spent."""
-        self._data, self._logs = data, logs
+        self._data = data
         self._first_step = ledger.position
         for history, name in self._public:
             lineage.check_public(history, data, name)
-        self._history = lineage.history_of(module)
+        self._history = history_of(module)
         lineage.check_charged(self._history, data, ledger.run)
         steps = lineage.unprotected_steps(self._history, data)
         if steps:
@@ -80,7 +94,7 @@ class Evidence:
             self.declare_public(what)
 
     def note_saved(self, checkpoint: Mapping[str, Any], weights: Collection[str]) -> None:
-        """What user code adds to a checkpoint is released with it, and nobody knows what it is."""
+        """List what user code adds to a checkpoint: it is released, and may be anything."""
         found = [key for key in checkpoint if key not in _LIGHTNINGS_KEYS]
         for key in checkpoint["state_dict"]:
             if key not in weights or key.endswith("_extra_state"):
@@ -98,21 +112,20 @@ class Evidence:
     # ---- what is kept ---------------------------------------------------------------------------
 
     def history(self, ledger: Ledger) -> History:
-        """Of the weights as they are now."""
+        """The history of the weights as they are now."""
         taken = ledger.position - self._first_step
         return lineage.after_steps(self._history, self._data, taken, ledger)
 
     def kept(self) -> dict[str, Any]:
-        """Plain values, and no secret."""
+        """What goes into checkpoints: plain values, and no secret."""
         return {"taints": self.taints(), "not_covered": list(self._not_covered)}
 
     def taints(self) -> list[str]:
         """Ways in which private data got out or in beside the mechanism, as far as can be seen."""
-        logged = self._logs.taints() if self._logs is not None else []
-        return list(dict.fromkeys([*self._taints, *logged]))
+        return list(dict.fromkeys([*self._taints, *self._logs.taints()]))
 
-    def facts(self, budget: Budget, rounding_price: float) -> dict[str, Any]:
-        """The privacy report's facts, exact as of now. Slow, so made once for a step."""
+    def facts(self, budget: Budget) -> dict[str, Any]:
+        """The facts of the privacy report, exact as of now. Slow, so made once for a step."""
         taints = self.taints()
         now = (budget.ledger.steps, taints)
         if self._facts is None or self._facts[0] != now:
@@ -123,8 +136,8 @@ class Evidence:
                 taints=taints,
                 not_covered=self._not_covered,
                 faults=self._faults,
-                history=lineage.to_data(self.history(budget.ledger)),
-                rounding_price=rounding_price,
+                history=history_as_data(self.history(budget.ledger)),
+                rounding_price=self.rounding_price,
             )
             self._facts = now, made
         return self._facts[1]

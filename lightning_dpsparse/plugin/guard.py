@@ -3,35 +3,24 @@
 Between two releases every parameter and buffer of the module stays as it is. What a step may change
 are its trainable parameters, in the optimizer's update, by gradients that were released just now.
 Anything else (a running mean that a layer keeps, a weight that a hook writes, a parameter of
-somebody else's in the optimizer) would carry data into the model without noise.
+somebody else's in the optimizer) would carry data into the model without noise, and is refused.
 
-Whether a tensor was written to can be told from its version counter, its identity and its memory,
-without looking at a value: some 15 microseconds a step for a DLRM. `.data` and some of torch's own
-kernels write without counting. So small frozen tensors, and trainable ones where a hook of the
-user's runs between steps, are also added up, bit by bit, and compared.
+`tensor_watch` and `optimizer_watch` find out what changed. The guard knows when it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_dpsparse.plugin.optimizer_watch import Mark, OptimizerWatch, mark_of
+from lightning_dpsparse.plugin.optimizer_watch import OptimizerWatch
+from lightning_dpsparse.plugin.tensor_watch import TensorWatch
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.private import PrivateSteps
-from lightning_dpsparse.sharded.shards import dense_buffers
-
-_FEW = 1 << 16
-"""Numbers of the smallest frozen tensors, which are added up in every step. All are, before
-anything is saved."""
 
 _EVERY_STEP = (
     "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -46,9 +35,9 @@ class Guard:
     """Watches a module and its optimizers through a private run.
 
     Args:
-        is_trusted: The plan says that whatever else writes is post-processing: nothing is compared
-            but gradients and optimizers.
-        taint: Called with what the report should say.
+        taint: Is called with what the report should say.
+        is_trusted: The plan says that whatever else writes is post-processing. Then nothing is
+            compared but gradients and optimizers.
     """
 
     def __init__(
@@ -60,86 +49,58 @@ class Guard:
         *,
         is_trusted: bool,
     ) -> None:
-        self._module, self._trainer, self._steps = module, trainer, steps
-        self._is_trusted = is_trusted
-        self._looks_at_values = _has_hooks(module, trainer)
-        self._buffers = {name: (owner, key) for name, owner, key in dense_buffers(module)}
+        self._steps, self._is_trusted = steps, is_trusted
+        self._tensors = TensorWatch(
+            module, steps.parameters, adds_up_trainable=_has_hooks(module, trainer)
+        )
+        self._optimizers = OptimizerWatch(trainer, taint)
         self._names = {id(p): name for name, p in steps.parameters.all.items()}
-        self._optimized: list[list[int]] = []
-        self._watch = OptimizerWatch(trainer, taint)
-        self._is_settled = False
+        self._members: list[list[int]] = []
+        """Identities of the optimizers' parameters when they were last checked."""
+        self.note_tables()
         self._undo = [
-            self._allow(callback)
+            _allow(callback, self._writing)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
         ]
-        self.note()
 
     def close(self) -> None:
+        """Leave the trainer's callbacks as they were."""
         for undo in self._undo:
             undo()
         self._undo = []
 
-    # ---- what is where --------------------------------------------------------------------------
-
-    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._steps.parameters.all.items():
-            if name not in self._steps.parameters.trainable:
-                yield name, parameter
-        for name, (owner, key) in self._buffers.items():
-            value = owner._buffers.get(key)
-            if value is not None:
-                yield name, value
-
-    def _trainable(self) -> Iterable[tuple[str, Tensor]]:
-        return self._steps.parameters.trainable.items()
+    # ---- what is as it should be ----------------------------------------------------------------
 
     def note(self) -> None:
-        """As it is now is how it should be: at the beginning, and after an update."""
-        self._marks = {name: mark_of(value) for name, value in self._all()}
-        self._watch.note()
+        """Everything is as it should be: after an update."""
+        self._tensors.note()
+        self._optimizers.note()
         self.note_tables()
-        if not self._is_settled:  # they do not change
-            frozen = sorted(self._frozen(), key=lambda item: item[1].numel())
-            self._frozen_sums = {name: _sum_of_bits(value) for name, value in frozen}
-            room = accumulate(value.numel() for _, value in frozen)
-            self._small = {name for (name, _), total in zip(frozen, room) if total <= _FEW}
-            self._is_settled = True
-        self._sums = (
-            {name: _sum_of_bits(value) for name, value in self._trainable()}
-            if self._looks_at_values
-            else {}
-        )
 
     def note_tables(self) -> None:
         """The tables are as they should be: after a release."""
         self._tables = self._steps.table_versions()
 
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._trainable()
-        yield from self._frozen()
-
     def follow(self) -> None:
-        """Parameters were frozen or thawed: what is frozen now is another set."""
-        self._is_settled = False
-        self.note()
+        """Parameters were frozen or thawed: from now on other ones may change."""
+        self._tensors.note_frozen()
+        self._optimizers.note()
+        self.note_tables()
 
     # ---- comparisons ----------------------------------------------------------------------------
 
     def check(self, when: str, *, everything: bool = False) -> None:
-        """Refuse to go on if anything moved since `note`. Before it is saved: `everything`."""
+        """Refuse to go on if anything moved since it was noted.
+
+        `everything` is slower, for weights that are about to be saved.
+        """
         if self._is_trusted:
             return
-        now = {name: mark_of(value) for name, value in self._all()}
-        moved = [] if now == self._marks else _differing(now, self._marks)
-        if not moved:
-            frozen = ((n, v) for n, v in self._frozen() if everything or n in self._small)
-            moved = _changed(frozen, self._frozen_sums)
-        if not moved and self._sums:
-            moved = _changed(self._trainable(), self._sums)
+        moved = self._tensors.moved(everything=everything)
         if not moved and self._steps.table_versions() != self._tables:
             moved = ["the tables"]
-        if self._watch.moved() and not moved:
+        if self._optimizers.moved() and not moved:
             moved = ["the optimizer's state"]
         if moved:
             raise Refused(_message(moved, when))
@@ -147,14 +108,9 @@ class Guard:
     def check_gradients(self) -> None:
         """Right before an update: what the optimizers are about to use was released just now."""
         self.check("in a hook after the backward pass")
+        self.check_members()
         released = self._steps.released
-        ids = [
-            [id(p) for g in o.param_groups for p in g["params"]] for o in self._watch.optimizers()
-        ]
-        if ids != self._optimized:
-            self._check_members(self._watch.optimizers())
-            self._optimized = ids
-        for optimizer in self._watch.optimizers():
+        for optimizer in self._optimizers.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
@@ -166,7 +122,12 @@ class Guard:
                     if version[1] != gradient._version and not self._is_trusted:
                         raise Refused(_gradient_message(self._names[id(parameter)], "changed"))
 
-    def _check_members(self, optimizers: list[Optimizer]) -> None:
+    def check_members(self) -> None:
+        """Refuse optimizers that hold parameters of somebody else's."""
+        optimizers = self._optimizers.optimizers()
+        members = [[id(p) for g in o.param_groups for p in g["params"]] for o in optimizers]
+        if members == self._members:
+            return
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -176,75 +137,51 @@ class Guard:
                             f"only, found another, of shape {tuple(parameter.shape)}: its gradient "
                             "would be neither clipped nor noised. Register it on the module."
                         )
+        self._members = members
 
-    def check_members(self) -> None:
-        """Before training: nobody else's parameters are in the optimizers."""
-        self._check_members(self._watch.optimizers())
-
-    def before_evaluation(self) -> None:
+    def before_validation(self) -> None:
         """User code is about to run on the module, once in a while: all values are noted."""
         self.check("before validation")
-        self._before = {name: _sum_of_bits(value) for name, value in self._trainable()}
+        self._tensors.note_values()
 
-    def after_evaluation(self) -> None:
+    def after_validation(self) -> None:
+        """Refuse to go on if user code wrote to the module in validation."""
         if not self._is_trusted:
-            moved = _changed(self._trainable(), self._before)
+            moved = self._tensors.changed_values()
             if moved:
                 raise Refused(_message(moved, "in validation"))
         self.check("in validation")
 
-    # ---- callbacks of Lightning's that only average --------------------------------------------
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What is written in here is made of released weights alone."""
+        """What is written inside is made of released weights alone."""
         self.check("before weights were averaged")
         yield
         self.note()
 
-    def _allow(self, callback: Callback) -> Callable[[], None]:
-        hooks = [name for name in dir(Callback) if name.startswith("on_") or name == "setup"]
-        wrapped = [n for n in hooks if getattr(type(callback), n) is not getattr(Callback, n)]
 
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with self._writing():
-                    return method(*args, **kwargs)
+def _allow(
+    callback: Callback, writing: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Let a callback of Lightning's that only averages weights write. Returns how to undo it."""
+    hooks = [name for name in dir(Callback) if name.startswith("on_") or name == "setup"]
+    wrapped = [n for n in hooks if getattr(type(callback), n) is not getattr(Callback, n)]
 
-            return call
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with writing():
+                return method(*args, **kwargs)
 
+        return call
+
+    for name in wrapped:
+        setattr(callback, name, wrap(getattr(callback, name)))
+
+    def undo() -> None:
         for name in wrapped:
-            setattr(callback, name, wrap(getattr(callback, name)))
+            delattr(callback, name)
 
-        def undo() -> None:
-            for name in wrapped:
-                delattr(callback, name)
-
-        return undo
-
-
-def _differing(now: dict[str, Mark], then: dict[str, Mark]) -> list[str]:
-    return sorted(name for name in now | then if now.get(name) != then.get(name))
-
-
-def _sum_of_bits(value: Tensor) -> Tensor:
-    """A number that changes with any bit, whatever the type. Stays on the device."""
-    flat = value.detach().contiguous().view(-1)
-    if flat.element_size() in (1, 2, 4, 8) and not flat.is_complex() and flat.dtype != torch.bool:
-        sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        flat = flat.view(sizes[flat.element_size()])
-    return flat.sum() if not flat.is_complex() else torch.view_as_real(flat).sum()
-
-
-def _changed(values: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]) -> list[str]:
-    pairs = [(name, _sum_of_bits(value), sums.get(name)) for name, value in values]
-    known = [(name, now, then) for name, now, then in pairs if then is not None]
-    if not known:
-        return []
-    same = torch.stack([now == then for _, now, then in known])
-    if bool(same.all()):  # one wait
-        return []
-    return sorted(name for (name, _, _), is_same in zip(known, same.tolist()) if not is_same)
+    return undo
 
 
 def _has_hooks(module: LightningModule, trainer: Trainer) -> bool:

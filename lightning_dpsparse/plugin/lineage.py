@@ -1,8 +1,9 @@
-"""Weights carry their history: what they were trained on, and whether that was charged.
+"""What the history of weights means for a private run that goes on from them.
 
-Epsilon belongs to weights, not to a run. A module in memory, a checkpoint, a consolidated file and
-a state dict each know which data sets went into them, privately or not, so that going on from any
-of them charges, refuses or says so. A data set is known by a digest of what it is and its size
+Weights carry their history with them (`history`). Before a run takes its first step, it asks here
+whether the data that it is about to train on went into the weights before. If another private run
+did that, the run is refused, since nobody would add up the two prices. If training without privacy
+did that, the run claims no privacy. A data set is known by a digest of what it is and of its size
 (`datasets.digest`), never by its examples.
 """
 
@@ -10,106 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
-from typing import Any
+from dataclasses import replace
 
 from lightning.pytorch import LightningModule
-from torch import nn
 
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.datasets import digest, may_share
+from lightning_dpsparse.plugin.history import History, Span
 from lightning_dpsparse.refused import Refused
-from lightning_dpsparse.sharded.checkpoint import HISTORY_KEY
-from lightning_dpsparse.sharded.shards import register_state_hook
-
-_ATTRIBUTE = "_lightning_dpsparse_history"
-
-
-@dataclass(frozen=True)
-class Span:
-    """Some steps of training on one data set."""
-
-    data: str | None
-    """Digest of the data set; None if it is not known."""
-    steps: int
-    run: str | None = None
-    """The private run that charged them; None if nobody did."""
-    ledger: str | None = None
-    """Digest of that run's ledger after them."""
-
-    @property
-    def is_private(self) -> bool:
-        return self.run is not None
-
-
-History = tuple[Span, ...]
-
-
-def history_of(module: nn.Module) -> History:
-    found: History = getattr(module, _ATTRIBUTE, ())
-    return found
-
-
-def keep_history(module: nn.Module, history: History) -> None:
-    """On the module itself, and in every state dict that it gives out."""
-    if not hasattr(module, _ATTRIBUTE):
-        register_state_hook(module, HISTORY_KEY, _as_data)
-    object.__setattr__(module, _ATTRIBUTE, history)
-
-
-def _as_data(module: nn.Module) -> list[dict[str, Any]]:
-    return to_data(history_of(module))
-
-
-def follow_state_dicts() -> None:
-    """From now on a LightningModule that loads a state dict takes over its history.
-
-    Lightning's load_from_checkpoint passes here too. It is the one way to see such weights: tensors
-    forget where they were copied from.
-    """
-    plain = nn.Module.load_state_dict
-
-    @wraps(plain)
-    def load_state_dict(
-        self: LightningModule, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        done = plain(self, state_dict, *args, **kwargs)
-        loaded = history_in(state_dict)
-        if loaded:
-            keep_history(self, _joined(history_of(self), loaded))
-        return done
-
-    LightningModule.load_state_dict = load_state_dict  # type: ignore[assignment, method-assign]
-
-
-def _joined(history: History, other: History) -> History:
-    """Of weights that may hold both. Steps that both tell of are counted once."""
-    found = {(span.data, span.run): span for span in history}
-    for span in other:
-        known = found.get((span.data, span.run))
-        if known is None or known.steps < span.steps:
-            found[span.data, span.run] = span
-    return tuple(found.values())
-
-
-def to_data(history: History) -> list[dict[str, Any]]:
-    return [asdict(span) for span in history]
-
-
-def history_in(file: Mapping[str, Any]) -> History:
-    """Of a checkpoint or a state dict."""
-    state = file.get("state_dict", file)
-    metadata = getattr(state, "_metadata", None) or {}
-    found = file.get(HISTORY_KEY) or metadata.get(HISTORY_KEY) or []
-    return tuple(Span(**span) for span in found)
 
 
 def after_steps(
     history: History, data: str | None, steps: int, ledger: Ledger | None = None
 ) -> History:
-    """The same with so many steps more on a data set, charged to a ledger or not."""
+    """The history after so many further steps on a data set, charged to a ledger or not."""
     run = None if ledger is None else ledger.run
     span = Span(data, steps, run, None if ledger is None else digest_of(ledger))
     last = history[-1] if history else None
@@ -119,19 +34,17 @@ def after_steps(
 
 
 def digest_of(ledger: Ledger) -> str:
+    """A short name for a ledger as it is now."""
     return hashlib.sha256(json.dumps(ledger.to_data(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ---- what it means -----------------------------------------------------------------------------
-
-
 def unprotected_steps(history: History, data: str | None) -> int:
-    """Steps on this data set, or on one that may be this, that nobody charged."""
+    """How many steps on this data set, or on one that may be the same, nobody charged."""
     return sum(span.steps for span in history if not span.is_private and may_share(span.data, data))
 
 
 def not_covered(history: History, data: str | None, run: str) -> list[str]:
-    """What else went into the weights, for the report."""
+    """What else went into the weights. The report says that its epsilon does not cover it."""
     found = []
     elsewhere = sum(s.steps for s in history if not s.is_private and not may_share(s.data, data))
     if elsewhere:
@@ -149,6 +62,7 @@ def not_covered(history: History, data: str | None, run: str) -> list[str]:
 
 
 def unprotected_taint(steps: int) -> str:
+    """What the report says of weights that were trained on the data without privacy."""
     return (
         f"The weights were trained on this data set without privacy for {steps:,} steps: no claim "
         "of privacy can be made for them."
@@ -156,7 +70,7 @@ def unprotected_taint(steps: int) -> str:
 
 
 def check_charged(history: History, data: str | None, run: str) -> None:
-    """Refuse weights that another private run trained on this data, which nobody would add up."""
+    """Refuse weights that another private run trained on this data: nobody adds up the prices."""
     for span in history:
         if span.is_private and span.run != run and may_share(span.data, data):
             raise Refused(
@@ -167,7 +81,7 @@ def check_charged(history: History, data: str | None, run: str) -> None:
 
 
 def check_public(history: History, data: str | None, name: str) -> None:
-    """Refuse weights that the same private data went into as public ones."""
+    """Refuse to take weights as public that this private data went into."""
     touched = [span for span in history if may_share(span.data, data)]
     if touched:
         how = "privately" if all(span.is_private for span in touched) else "without privacy"
@@ -187,6 +101,3 @@ def earlier_trainer(module: LightningModule) -> History:
         return ()
     loader = trainer.train_dataloader
     return (Span(digest(getattr(loader, "dataset", None)), int(trainer.global_step)),)
-
-
-follow_state_dicts()

@@ -1,8 +1,10 @@
-"""Who logged what. Exempt from the report is what this package made of released quantities itself.
+"""Which values were logged, and whether the report must list them.
 
-Names say nothing: a training loss may be called `val_loss`, or `rows_updated`. So everything that
-reaches Lightning's results or a logger while training data is in use is noted, unless it passes
-through `ours`.
+A value that is made of training data and logged without noise is a release that nobody charges.
+Its name says nothing: a training loss may be called `val_loss`, or `rows_updated`. So everything
+that reaches Lightning's results or a logger while training data is in use is noted, and the report
+lists it. Only what this package itself makes of released quantities is exempt: it is logged inside
+`Logs.ours`.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import Logger
 
-_RELAYS = "logger_connector"  # of Lightning: passes on what its results hold, which is noted there
-_RATES = "lr_monitor"  # of Lightning: learning rates, as the optimizers have them
+_RELAYS = "logger_connector"
+"""The module of Lightning that passes results on to loggers: they have been noted as results."""
+_RATES = "lr_monitor"
+"""The module of Lightning that logs learning rates, as the optimizers have them."""
 
 
 class Logs:
-    """Watches one run. On ranks without a logger it sees what Lightning's results see."""
+    """Watches what one run logs, from `open` to `close`.
+
+    Ranks without a logger see what reaches Lightning's results.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -31,18 +38,17 @@ class Logs:
         self._is_ours = False
         self._undo: list[Callable[[], None]] = []
         self._watches_validation = False
-        self._watch_results(trainer.fit_loop.epoch_loop._results, self._is_training)
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        self._watch_results(val_loop._results, lambda: self._watches_validation)
-        for logger in trainer.loggers:
+
+    def open(self) -> None:
+        """Begin to watch: training is about to start."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        self._watch_results(epoch_loop._results, lambda: True)
+        self._watch_results(epoch_loop.val_loop._results, lambda: self._watches_validation)
+        for logger in self._trainer.loggers:
             self._watch_logger(logger)
 
-    @staticmethod
-    def _is_training() -> bool:
-        return True
-
     def watch_validation(self) -> None:
-        """Validation reads training data: what it logs is no better."""
+        """Validation reads training data: note what it logs, too."""
         self._watches_validation = True
 
     @contextmanager
@@ -59,6 +65,7 @@ class Logs:
         return not {name, _base(name)}.isdisjoint(self._in_training)
 
     def taints(self) -> list[str]:
+        """What the report must say of metrics: those that were logged, and those that decided."""
         found = []
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
@@ -92,6 +99,7 @@ class Logs:
         return "training" if name and self.is_from_training(name) else "validation"
 
     def close(self) -> None:
+        """Stop watching: leave Lightning's results and loggers as they were."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -111,7 +119,7 @@ class Logs:
         self._undo.append(lambda: delattr(results, "log"))
 
     def _note_written(self) -> None:
-        """Metrics that reached Lightning's without passing through `log`."""
+        """Note metrics that were written into Lightning's results without a call of `log`."""
         rates: set[str] = set()
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateMonitor):
@@ -160,7 +168,7 @@ class Logs:
 
 
 def _base(name: str) -> str:
-    """Of a metric that Lightning gave a longer name."""
+    """The name that a metric was logged by, of the longer one that Lightning gave it."""
     return name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
 
 

@@ -1,7 +1,8 @@
 """Everything around the private step that must hold for its epsilon to be true.
 
-`Guard`: nothing moves but what was released. `Deliveries`: every batch is one that the plan drew,
-and is used once. `Probe`: examples do not depend on each other.
+`guard.Guard` sees to it that nothing moves but what was released. `deliveries.Deliveries` sees to
+it that every batch is one that the plan drew, and is used once. `probe.coupling.Probe` measures
+that examples do not depend on each other. The perimeter calls each of them when a batch meets it.
 """
 
 from __future__ import annotations
@@ -14,54 +15,48 @@ from torch import Tensor
 
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import refusals
-from lightning_dpsparse.plugin.deliveries import Deliveries, Delivery
+from lightning_dpsparse.plugin.deliveries import Delivery
 from lightning_dpsparse.plugin.guard import Guard
 from lightning_dpsparse.plugin.logs import Logs
-from lightning_dpsparse.plugin.probe.coupling import Probe, Reader, is_due
+from lightning_dpsparse.plugin.probe.coupling import Probe, is_due
+from lightning_dpsparse.plugin.run_data import RunData
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.examples import tensors
 from lightning_dpsparse.sharded.private import PrivateSteps
 
 
+def is_probed(plan: PrivacyPlan) -> bool:
+    """Whether it is measured that examples do not depend on each other.
+
+    It is not where the plan claims no privacy, or where it says that the user knows.
+    """
+    return not plan.faults() and plan.assume_independent_examples is None
+
+
 class Perimeter:
-    """Watches one private run, step by step."""
+    """Watches one private run that has started, step by step."""
 
     def __init__(
         self,
         plan: PrivacyPlan,
         module: LightningModule,
         trainer: Trainer,
-        deliveries: Deliveries,
-        reader: Reader | None,
+        steps: PrivateSteps,
+        data: RunData,
         logs: Logs,
         taint: Callable[[str], None],
     ) -> None:
-        self._plan, self._module, self._trainer = plan, module, trainer
-        self._deliveries, self._reader, self._logs = deliveries, reader, logs
-        self._taint = taint
-        self._guard: Guard | None = None
-        self._steps: PrivateSteps | None = None
+        self._module, self._trainer, self._steps = module, trainer, steps
+        self._data, self._logs = data, logs
+        self._is_probed = is_probed(plan)
         self._leaders: Sequence[int] | None = None
+        """Positions of examples of which no two belong to one unit; None is all."""
         self.forward: Callable[[Any], Tensor] | None = None
-        """The losses of a batch as the loader gave it."""
+        """The losses of a batch as the loader gave it, for the probe."""
         self._arrived: tuple[Any, list[int]] | None = None
-
-    @property
-    def probes(self) -> bool:
-        """Where nothing is claimed nothing need be measured."""
-        return not self._plan.faults() and self._plan.assume_independent_examples is None
-
-    def open(self, steps: PrivateSteps) -> None:
-        """Before the first step."""
-        self._steps = steps
-        is_trusted = self._plan.assume_post_processing is not None
-        self._guard = Guard(self._module, self._trainer, steps, self._taint, is_trusted=is_trusted)
-        self._guard.check_members()
-
-    @property
-    def guard(self) -> Guard:
-        assert self._guard is not None
-        return self._guard
+        is_trusted = plan.assume_post_processing is not None
+        self.guard = Guard(module, trainer, steps, taint, is_trusted=is_trusted)
+        self.guard.check_members()
 
     # ---- in the order in which a batch meets them ----------------------------------------------
 
@@ -70,7 +65,7 @@ class Perimeter:
         self._arrived = batch, [tensor._version for tensor in tensors(batch)]
 
     def before_step(self, batch: Any) -> Delivery:
-        """Nothing has been charged yet."""
+        """Check all that can be checked before the step is charged."""
         refusals.check_accumulation(self._trainer)
         refusals.check_monitored_schedules(self._trainer, self._logs)
         self.guard.check("since the last step")
@@ -82,22 +77,21 @@ class Perimeter:
                     "a hook replaced it or wrote to it before training_step. Change batches in "
                     "on_after_batch_transfer or in training_step, where it is measured."
                 )
-        return self._deliveries.take()
+        return self._data.deliveries.take()
 
     def start_step(self, step: int, unit_sizes: Sequence[int] | None, delivery: Delivery) -> None:
-        assert self._steps is not None
+        """The step has been charged: ready the engine for its batch."""
         self._leaders = None
         if unit_sizes is not None:
             self._leaders = [sum(unit_sizes[:u]) for u in range(len(unit_sizes))]
         if self._steps.start(step, unit_sizes, delivery.num_examples):
             self.guard.follow()
-        self._steps.is_probe_due = self.probes and is_due(step)
+        self._steps.is_probe_due = self._is_probed and is_due(step)
 
     def probe(self) -> None:
-        """All ranks call it together."""
-        assert self._steps is not None
+        """Measure whether the examples of this step depend on each other. On all ranks."""
         assert self.forward is not None
-        delivery = self._deliveries.under_way
+        delivery = self._data.deliveries.under_way
         assert delivery is not None
         found_examples = Probe(
             self._module,
@@ -105,29 +99,24 @@ class Perimeter:
             self._steps,
             self.forward,
             delivery,
-            self._reader,
+            self._data.sampled.reader,
             self._leaders,
         ).run()
         if found_examples:
             self._steps.note_path()
 
-    def before_release(self) -> None:
-        self.guard.check("in the forward pass")
-
-    def after_release(self) -> None:
-        self.guard.note_tables()
-
-    def before_update(self) -> None:
-        self.guard.check_gradients()
-
-    def after_update(self) -> None:
-        self.guard.note()
+    # ---- between steps --------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        if self._guard is not None:
-            self._guard.check("before it was saved", everything=True)
+        """The weights are about to be written to a file."""
+        self.guard.check("before it was saved", everything=True)
+
+    def before_validation(self) -> None:
+        """Validation is about to begin: it may read training data, or write to the module."""
+        if self._data.is_used_for_validation():
+            self._logs.watch_validation()
+        self.guard.before_validation()
 
     def close(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
+        """Training is over."""
+        self.guard.close()

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dpsparse.plugin.lineage import history_in, history_of, keep_history
+from lightning_dpsparse.plugin.history import history_in, history_of, keep_history
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import load_whole_state

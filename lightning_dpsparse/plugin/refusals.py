@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dpsparse.engine.mechanism import Mechanism
-from lightning_dpsparse.plugin.lineage import History
+from lightning_dpsparse.plugin.history import History
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.refused import Refused
 
@@ -159,8 +159,8 @@ def one_loss_per_example(loss: Tensor) -> Tensor:
     )
 
 
-def check_layers(module: LightningModule, *, sync_batchnorm: bool) -> None:
-    """Settings that only make sense on a replicated model."""
+def check_batch_norm(module: LightningModule, *, sync_batchnorm: bool) -> None:
+    """Refuse a setting that only makes sense for a module that the strategy wraps."""
     if sync_batchnorm and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()
     ):

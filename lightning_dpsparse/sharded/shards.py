@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,18 +120,6 @@ def dense_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         if id(owner) not in inside:
             for key in owner._buffers:
                 yield f"{path}.{key}" if path else key, owner, key
-
-
-def register_state_hook(module: nn.Module, key: str, value: Callable[[nn.Module], Any]) -> None:
-    """Have every state dict of the module carry a value in its metadata, where nobody who loads it
-    stumbles over it. `value` is a function that can be pickled with the module."""
-    module._register_state_dict_hook(partial(_note_in_state, key, value))
-
-
-def _note_in_state(
-    key: str, value: Callable[[nn.Module], Any], module: nn.Module, state: Any, *rest: Any
-) -> None:
-    state._metadata[key] = value(module)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from lightning_dpsparse import LazyDP, PrivacyPlan, PublicWeights
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.datasets import digest, may_share
-from lightning_dpsparse.plugin.lineage import history_in, history_of
+from lightning_dpsparse.plugin.history import history_in, history_of
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from tests.support.private_runs import (
     BATCH,
