@@ -25,7 +25,7 @@ from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.datasets import check_no_repeats
 from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
-from lightning_dpsparse.plugin.probe.coupling import Reader
+from lightning_dpsparse.plugin.probe.subjects import Reader
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import (
     Phase,
