@@ -9,22 +9,24 @@ and `mark_as_audited` makes its privacy report say so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import Strategy
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate, join, select
+from lightning_dpsparse.plugin.strategy import DPSparseStrategy
 from lightning_dpsparse.refused import Refused
 
 Ints = NDArray[np.int64]
 
 CANARY = "canary"
 """Name of the feature that holds a canary's number; other examples have an empty bag there."""
+_MARK = "An audit put canaries into the training data: the model is for study."
 
 # B examples, E extra examples, F features
 
@@ -121,9 +123,10 @@ def auditable(data: LightningDataModule | Any) -> ClickData:
     return data
 
 
-def mark_as_audited(strategy: Any) -> None:
-    """Make the privacy report of the run say that canaries are in the data."""
-    plan = getattr(strategy, "privacy", None)
-    if plan is not None:
-        mark = "An audit put canaries into the training data: the model is for study."
-        strategy.privacy = replace(plan, taints=(*plan.taints, mark))
+def mark_as_audited(strategy: Strategy) -> None:
+    """Have the privacy report, where there will be one, say what is in the data."""
+    if not isinstance(strategy, DPSparseStrategy) or strategy.privacy is None:
+        return
+    taints = strategy.privacy.taints
+    if _MARK not in taints:
+        strategy.amend_plan(taints=(*taints, _MARK))

@@ -32,6 +32,7 @@ from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
+from lightning_dpsparse.plugin.probe.repeatable import silenced
 from lightning_dpsparse.plugin.strategy import DPSparseStrategy
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.private import from_rank_zero
@@ -99,9 +100,6 @@ class CanaryModule(LightningModule):
         super().__init__()
         self.inner, self.num_canaries, self.steepness = inner, num_canaries, steepness
         self.canaries: EmbeddingBagCollection | None = None
-        # Only the outermost module may log, and an audit does not need the logs of the model.
-        for name in ("log", "log_dict"):
-            object.__setattr__(inner, name, _say_nothing)
 
     @override
     def configure_model(self) -> None:
@@ -122,25 +120,24 @@ class CanaryModule(LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        self.inner.on_train_epoch_start()
+        with silenced(self.inner):  # only the outermost module may log
+            self.inner.on_train_epoch_start()
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         assert self.canaries is not None
         features = batch.sparse_features
         others, number = features.split([len(features.keys()) - 1, 1])
-        loss_B = self.inner.training_step(replace(batch, sparse_features=others), batch_idx)
+        with silenced(self.inner):
+            loss_B = self.inner.training_step(replace(batch, sparse_features=others), batch_idx)
         row_BD = self.canaries(number).values()
         assert isinstance(loss_B, Tensor)
         return torch.where(number.lengths() > 0, self.steepness * row_BD.sum(1), loss_B)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.inner.validation_step(batch, batch_idx)
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+        with silenced(self.inner):
+            self.inner.validation_step(batch, batch_idx)
 
 
 class _PutIn(Callback):
@@ -170,7 +167,7 @@ class _PutIn(Callback):
         insert_canaries(data, self.canaries, which, is_numbered=self._is_white_box)
         batch = plan.expected_batch_size or data.batch_size
         grown = max(1, round(batch * _num_units(data, plan) / before))
-        strategy.privacy = replace(plan, expected_batch_size=grown)
+        strategy.amend_plan(expected_batch_size=grown)
         mark_as_audited(strategy)
 
 

@@ -86,11 +86,11 @@ class DPSparseStrategy(ShardedCheckpoints):
     def amend_plan(self, **changes: Any) -> None:
         """Change settings of the plan for the runs to come, as an audit does that adds examples.
 
-        A run that has been set up keeps the plan that it was set up with. Without a plan nothing
-        happens.
+        A run that has been set up keeps the plan that it was set up with.
         """
-        if self.privacy is not None:
-            self.privacy = replace(self.privacy, **changes)
+        if self.privacy is None:
+            raise Refused("Expected a privacy plan to change, found none. Set privacy.")
+        self.privacy = replace(self.privacy, **changes)
 
     # ---- before training ------------------------------------------------------------------------
 

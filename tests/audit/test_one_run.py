@@ -124,3 +124,20 @@ def test_ranks_toss_the_same_fresh_coins(two_ranks: Ranks) -> None:
     (one, _), (two, _) = two_ranks.run(coins, 2, None)
     assert np.array_equal(one, two)
     assert not np.array_equal(one, two_ranks.run(coins, 2, None)[0][0])
+
+
+def audited() -> tuple[set[str], Any]:
+    """What an audit leaves on the module that it was given, and the plan of the strategy."""
+    plan = PrivacyPlan(mechanism=DPSGD(), noise_multiplier=0.0, clip_norm=2.0, delta=1e-6)
+    trainer = make_trainer(1, privacy=plan, max_epochs=-1, max_steps=1)
+    module = model()
+    one_run_audit(trainer, module, data(40), num_canaries=10, seed=3)
+    strategy: Any = trainer.strategy
+    return {"log", "log_dict", "print"} & set(vars(module)), strategy.privacy
+
+
+def test_an_audit_leaves_the_module_its_voice_and_tells_the_strategy(one_rank: Ranks) -> None:
+    left, plan = one_rank.run(audited)[0]
+    assert left == set()
+    assert any("canaries" in taint for taint in plan.taints)
+    assert plan.expected_batch_size is not None

@@ -129,18 +129,29 @@ def _refill(value: Any, copied: Any) -> None:
 
 @contextmanager
 def nothing_logged(module: LightningModule, trainer: Trainer) -> Iterator[None]:
-    """Inside, what the module logs goes nowhere."""
+    """Inside, what the module logs goes nowhere, and what it sends to loggers neither."""
     loggers = trainer.loggers
+    with silenced(module):
+        try:
+            trainer.loggers = [DummyLogger() for _ in loggers]
+            yield
+        finally:
+            trainer.loggers = loggers
+
+
+@contextmanager
+def silenced(module: LightningModule) -> Iterator[None]:
+    """Inside, the module logs and prints nothing. Methods of its own for that are covered, too."""
     names = ("log", "log_dict", "print")
+    attributes = vars(module)
+    before = {name: attributes[name] for name in names if name in attributes}
     try:
-        for name in names:
-            vars(module)[name] = _ignore
-        trainer.loggers = [DummyLogger() for _ in loggers]
+        attributes.update(dict.fromkeys(names, _ignore))
         yield
     finally:
         for name in names:
-            vars(module).pop(name, None)
-        trainer.loggers = loggers
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
