@@ -1,4 +1,4 @@
-"""Callbacks that go with the strategy."""
+"""Callbacks that go with the strategy: predictions in a file, private metrics, and the report."""
 
 from __future__ import annotations
 
@@ -131,6 +131,7 @@ class PrivacyReport(Callback):
 
 
 def private_run(trainer: Trainer) -> PrivateRun:
+    """The private run of a trainer; refused without one."""
     run = getattr(trainer.strategy, "private_run", None)
     if not isinstance(run, PrivateRun):
         raise Refused(

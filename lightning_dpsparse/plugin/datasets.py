@@ -1,4 +1,10 @@
-"""What can be told of a data set without reading an example: what it is, and what it is part of."""
+"""What can be told of a data set without reading an example of it.
+
+A private run has to know whether two data sets share examples: whether one example would count
+twice, whether validation looks at training data, whether weights have seen the data before. Subsets
+and concatenations of PyTorch's say which data set their examples are really in. For everything
+else, a data set has a name (`digest`), made of its class and its size, that goes into checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +24,10 @@ Ints = NDArray[np.int64]
 
 
 def _places(dataset: Any, bases: list[object]) -> tuple[Ints, Ints]:
-    """For every example the data set that it is really in, by its number among `bases`, and its
-    number there."""
+    """Where every example really is: the number of its data set in `bases`, and its number there.
+
+    Data sets that are not in `bases` yet are added to it.
+    """
     if isinstance(dataset, Subset):
         base_N, index_N = _places(dataset.dataset, bases)
         chosen = np.asarray(dataset.indices, dtype=np.int64)
@@ -70,6 +78,7 @@ def shares_examples(one: object, other: object) -> bool:
 
 
 _MOST_PARTS = 16
+"""A concatenation of more parts than this gets one short name for all of them."""
 
 
 def digest(dataset: object) -> str | None:
@@ -88,7 +97,7 @@ def digest(dataset: object) -> str | None:
 
 
 def may_share(one: str | None, other: str | None) -> bool:
-    """Whether data sets of these names may have examples in common. None is an unknown one.
+    """Whether data sets of these names may have examples in common. None is an unknown name.
 
     >>> may_share("ab+cd", "cd"), may_share("ab", "cd"), may_share("ab", None)
     (True, False, True)

@@ -1,4 +1,10 @@
-"""Who was drawn, and who arrived: every batch of a private run, from the sampler to its step."""
+"""Every batch of a private run is followed from the sampler to its step.
+
+The accounting of a step holds for the batch that was drawn for it. So every batch that a loader
+delivers must go into one step, in order, and every step must have a batch of its own. A batch that
+is skipped, or used twice, is refused: which ones are skipped may tell of the data, and a second use
+would not be charged.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +20,42 @@ from lightning_dpsparse.refused import Refused
 
 @dataclass(frozen=True)
 class Delivery:
-    """One batch as the loader gave it. Secret: it is kept on the host until its step is over."""
+    """One batch as the loader gave it. It is secret, and is kept until its step is over."""
 
     batch: Any
     indices: list[int] | None
-    """Its examples' numbers in the data set, where the plan drew them."""
+    """The numbers of its examples in the data set; None if the plan did not draw them."""
 
     @property
     def num_examples(self) -> int | None:
+        """How many examples were drawn; None if the plan did not draw them."""
         return None if self.indices is None else len(self.indices)
 
 
 class Deliveries:
-    """Every batch that is delivered goes into one step, and every step has a batch of its own."""
+    """Sees to it that every batch goes into one step, and that every step has its own batch."""
 
     def __init__(self) -> None:
         self._drawn: deque[list[int]] = deque()
         self._waiting: deque[Delivery] = deque()
         self.under_way: Delivery | None = None
+        """The batch of the step that was begun last."""
 
     def note_drawn(self, indices: list[int]) -> None:
-        """Before a loader reads these examples; workers read ahead."""
+        """A loader is about to read these examples. Workers read ahead of the steps."""
         self._drawn.append(indices)
 
     def begin(self) -> None:
-        """A new pass over the loader: what was read ahead in the last one is void."""
+        """A new pass over the loader begins: what was read ahead in the last one is void."""
         self._check_used(allowed=0)
         self._drawn.clear()
 
     def deliver(self, batch: Any, *, reads_ahead: bool) -> None:
-        """The loader hands over a batch. Lightning asks for one more than it needs if it cannot
-        know how many there will be."""
+        """The loader hands over a batch.
+
+        With `reads_ahead`, Lightning asks for one more than it needs, since it cannot know how many
+        there will be.
+        """
         self._check_used(allowed=1 if reads_ahead else 0)
         indices = self._drawn.popleft() if self._drawn else None
         self._waiting.append(Delivery(batch, indices))
@@ -61,6 +72,7 @@ class Deliveries:
         return self.under_way
 
     def has_unused(self) -> bool:
+        """Whether a batch was delivered that no step has taken."""
         return bool(self._waiting)
 
     def _check_used(self, allowed: int) -> None:
@@ -90,14 +102,14 @@ class Delivered:
 
 
 class SizedDelivered(Delivered):
-    """One that knows its length."""
+    """A watched loader that knows its length."""
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
 
 class ResumableDelivered(SizedDelivered):
-    """One that goes on where the trainer's progress says."""
+    """A watched loader that goes on where the trainer's progress says."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._loader.state_dict())  # type: ignore[attr-defined]
@@ -107,7 +119,7 @@ class ResumableDelivered(SizedDelivered):
 
 
 def delivered(loader: Any, deliveries: Deliveries) -> Delivered:
-    """`loader`, watched."""
+    """The same loader, watched."""
     kind: type[Delivered] = Delivered
     if sized_len(loader) is not None:
         kind = ResumableDelivered if hasattr(loader, "state_dict") else SizedDelivered

@@ -1,4 +1,10 @@
-"""Loaders under sharding, where ranks that disagree on the number of batches wait forever."""
+"""Loaders for sharded tables, with as many batches on every rank.
+
+Every batch is a conversation between all ranks: each looks up rows on the others. If one rank has
+a batch more than another, it waits for it forever. So the ranks compare their loaders before they
+begin, or before every batch where lengths are not known. Evaluation loaders show every example
+exactly once, and training loaders resume in the middle of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,8 @@ from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.build import on_every_rank
 
 Uneven = Literal["raise", "truncate"]
-Position = tuple[int, int]  # epoch, and batches of it that are done
+Position = tuple[int, int]
+"""An epoch, and how many of its batches are done."""
 
 
 def training_loader(loader: object, uneven: Uneven, position: Callable[[], Position]) -> object:
@@ -119,7 +126,7 @@ class EvaluationBatches:
 def rebuild(
     cls: type[DataLoader[Any]], loader: DataLoader[Any], batch_sampler: Any, **changes: Any
 ) -> Any:
-    """The same loader over another batch sampler."""
+    """The same loader over another batch sampler, with some settings changed."""
     settings = {
         "dataset": loader.dataset,
         "num_workers": loader.num_workers,
@@ -156,18 +163,18 @@ class _FromBatch:
 class ResumableLoader(DataLoader[Any]):
     """A `DataLoader` that goes on where the trainer's progress says, after a checkpoint too.
 
-    That is asked for when the first batch is: Lightning calls `iter` before it has restored it.
+    It asks for the progress with the first batch: Lightning calls `iter` before it has restored it.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing of its own: having this tells Lightning that the loader resumes."""
+        """The loader has no state. Having this method tells Lightning that the loader resumes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The trainer's progress says it all."""
+        """There is nothing to load: the trainer's progress says where to go on."""
 
 
 class Truncated:

@@ -1,8 +1,8 @@
 """What the optimizers hold beside parameters: their state, and their settings.
 
-State (momenta, sums of squares) may change in an update alone, where all an optimizer sees is
-released gradients. Settings may follow schedulers. A learning rate that other code sets may follow
-anything, the training loss too: the report says so.
+The state of an optimizer (momenta, sums of squares) may only change in an update, where all that it
+sees is released gradients. Its settings may follow schedulers. A learning rate that other code sets
+may follow anything, the training loss too: the report says so. `guard` asks in every step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN_SCHEDULE = (
 
 
 class OptimizerWatch:
-    """Of one run: everything in its optimizers but the parameters."""
+    """Watches everything in the optimizers of one run but the parameters."""
 
     def __init__(self, trainer: Trainer, taint: Callable[[str], None]) -> None:
         self._trainer, self._taint = trainer, taint
@@ -46,10 +46,11 @@ class OptimizerWatch:
         self.note()
 
     def optimizers(self) -> list[Optimizer]:
+        """The trainer's optimizers, without Lightning's wrapper."""
         return [getattr(o, "optimizer", o) for o in self._trainer.optimizers]
 
     def note(self) -> None:
-        """As it is now is how it should be: at the beginning, and after an update."""
+        """State and settings are as they should be: at the beginning, and after an update."""
         self._marks = list(self._state())
         self._settings = list(self._all_settings())
 
@@ -99,5 +100,5 @@ def _without(settings: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """Tensors by identity and version: no wait for a device."""
+    """A setting that can be compared. Tensors go by identity and version: no wait for a device."""
     return mark_of(value) if isinstance(value, torch.Tensor) else value

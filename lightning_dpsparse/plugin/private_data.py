@@ -1,8 +1,15 @@
-"""The training loader of a private run: the user's own, over batches that the plan draws."""
+"""The training loader of a private run: the user's own, over batches that the plan draws.
+
+Amplification by sampling is worth much privacy, and holds only if batches really are drawn as the
+accountant assumes. So the order of the user's loader is replaced: by Poisson samples of examples or
+of users, day by day if asked, or by one fixed order. A loader whose order cannot be replaced is
+refused. With sampling="unamplified" the loader keeps its own order, which costs far more, and is
+only checked for examples that come twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,6 +29,7 @@ from torch.utils.data import (
 
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
+from lightning_dpsparse.plugin.batch_order import FromStep, InOrder, Noted
 from lightning_dpsparse.plugin.datasets import check_no_repeats
 from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
@@ -45,51 +53,51 @@ from lightning_dpsparse.sharded.split_batch import nobody
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where this process stands."""
+    """What drawing batches needs to know of this process and its trainer."""
 
     rank: int
     world_size: int
     key: RunKey
     present_step: Callable[[], int]
-    """The run's step, as its ledger counts."""
+    """Returns the step of the schedule that the run is at, as its ledger counts."""
     planned_steps: int | None
-    """Of the trainer, where it says so before it has seen a loader."""
+    """The trainer's max_steps; None if epochs say how long training is."""
     is_one_epoch: bool
+    """Whether the trainer's max_epochs is 1."""
     deliveries: Deliveries
-    """Is told who is drawn."""
+    """What is told who is drawn."""
 
 
 @dataclass(frozen=True)
 class SampledData:
-    """What accountant and step need to know of the data."""
+    """What the accountant and the step need to know of the data."""
 
     phases: list[Phase]
     num_units: int | None
     expected_batch: float
     steps_per_pass: int | None = None
     sampler: PoissonSampler | None = None
-    """Set where it says which examples belong to one user."""
+    """What says which examples belong to one user; None if every example is its own unit."""
     in_order: Callable[[Phase | None], Any] | None = None
-    """This rank's share of a phase's data, or of all of it, once through; None if the data cannot
-    be read so."""
+    """Reads this rank's share of a phase, or of all the data, once; None if that cannot be done."""
     reader: Reader | None = None
-    """How single examples are read; None if the data cannot be read so."""
+    """How single examples are read; None if they cannot be read by number."""
 
     dataset: object = None
-    """What the training loader reads, where that is known."""
+    """The data set that the training loader reads; None if it is not known."""
     trusted: str | None = None
-    """What has to be believed of the user's own order."""
+    """What has to be believed of the user's own order, in words; None if nothing has to."""
 
     @property
     def accounted(self) -> tuple[object, ...]:
-        """What the accounting rests on."""
+        """The facts that the accounting rests on: they may not change during a run."""
         return tuple(self.phases), self.num_units, self.expected_batch, self.steps_per_pass
 
 
 def private_loader(
     loader: object, plan: PrivacyPlan, place: RankContext
 ) -> tuple[object, SampledData]:
-    """The loader that the plan's accounting fits, and the data's shape.
+    """The loader that the plan's accounting fits, and what is known of its data.
 
     For plan.sampling == "unamplified" the loader stays as it is.
     """
@@ -103,7 +111,7 @@ def private_loader(
 
 
 def _plain(loader: object, plan: PrivacyPlan) -> DataLoader[Any]:
-    """A `DataLoader` whose order may be replaced: the user's or Lightning's standard ones."""
+    """Refuse a loader unless its order may be replaced: a `DataLoader` with a standard sampler."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         found = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
         raise Refused(
@@ -123,7 +131,7 @@ def _plain(loader: object, plan: PrivacyPlan) -> DataLoader[Any]:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> object:
-    """The user's own sampler, out of Lightning's wrapper if it is in one."""
+    """The user's own sampler, taken out of Lightning's wrapper if it is in one."""
     if type(loader.batch_sampler) is not BatchSampler:
         return loader.batch_sampler
     inner = getattr(getattr(loader.sampler, "dataset", None), "_sampler", None)
@@ -149,15 +157,15 @@ def _poisson(
         num_units,
         batch,
         sampler=sampler if plan.draws_whole_users else None,
-        in_order=lambda phase: _over(loader, _InOrder(units, phase, place)),
+        in_order=lambda phase: _over(loader, InOrder(units, phase, place.rank, place.world_size)),
         reader=_reader(loader),
         dataset=loader.dataset,
     )
-    return _over(loader, _Noted(batches, place.deliveries)), shape
+    return _over(loader, Noted(batches, place.deliveries)), shape
 
 
 def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
-    """What is drawn, and how many units are protected."""
+    """The units that are drawn, and how many units are protected."""
     size = len(cast(Sized, dataset))
     if not isinstance(plan.unit, Users):
         check_no_repeats(dataset)
@@ -198,7 +206,7 @@ def _days(
 
 
 def _name(first: int, stop: int) -> str:
-    """Days are counted from one."""
+    """A period in words. Days are counted from one."""
     return f"day {stop}" if stop == first + 1 else f"days {first + 1} to {stop}"
 
 
@@ -224,12 +232,14 @@ def _fixed_order(
         size,
         batch,
         steps_per_pass=len(deal),
-        in_order=lambda phase: _over(loader, _InOrder(AllExamples(size), phase, place)),
+        in_order=lambda phase: _over(
+            loader, InOrder(AllExamples(size), phase, place.rank, place.world_size)
+        ),
         reader=_reader(loader),
         dataset=loader.dataset,
     )
-    batches = _FromStep(deal, place.present_step)
-    return _over(loader, _Noted(batches, place.deliveries)), shape
+    batches = FromStep(deal, place.present_step)
+    return _over(loader, Noted(batches, place.deliveries)), shape
 
 
 def _any_order(loader: object, plan: PrivacyPlan, place: RankContext) -> SampledData:
@@ -285,7 +295,7 @@ def _check_order(loader: DataLoader[Any], place: RankContext) -> str | None:
 
 
 def noted(loader: object, plan: PrivacyPlan, deliveries: Deliveries) -> object:
-    """A loader of the user's with the numbers of its examples noted, where it has numbers."""
+    """A loader of the user's whose examples' numbers are noted, if it has numbers."""
     if (
         plan.sampling != "unamplified"
         or not isinstance(loader, DataLoader)
@@ -293,72 +303,14 @@ def noted(loader: object, plan: PrivacyPlan, deliveries: Deliveries) -> object:
         or loader.batch_sampler is None
     ):
         return loader
-    return rebuild(type(loader), loader, _Noted(loader.batch_sampler, deliveries))
-
-
-_COUNTED_AT_ONCE = 8192
-
-
-class _InOrder:
-    """A rank's share of some units, each once."""
-
-    def __init__(self, units: Units, phase: Phase | None, place: RankContext) -> None:
-        first, count = (0, units.count) if phase is None else (phase.first, phase.count)
-        self._units = units
-        self._start = first + count * place.rank // place.world_size
-        self._stop = first + count * (place.rank + 1) // place.world_size
-
-    def __len__(self) -> int:
-        return -(-(self._stop - self._start) // _COUNTED_AT_ONCE)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(self._start, self._stop, _COUNTED_AT_ONCE):
-            some = np.arange(start, min(start + _COUNTED_AT_ONCE, self._stop))
-            yield self._units.examples(some)[0].tolist()
-
-
-class _FromStep:
-    """The batches of one pass that are still to come, by the run's step."""
-
-    def __init__(self, batches: EvaluationBatches, present_step: Callable[[], int]) -> None:
-        self._batches, self._present_step = batches, present_step
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        done = self._present_step() % len(self._batches)
-        return (batch for i, batch in enumerate(self._batches) if i >= done)
-
-
-class _Noted:
-    """Batches of a sampler, each noted before it is read."""
-
-    def __init__(self, batches: Any, deliveries: Deliveries) -> None:
-        self._batches, self._deliveries = batches, deliveries
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for indices in self._batches:
-            if len(set(indices)) < len(indices):
-                raise Refused(
-                    "Expected every example once in a batch, found one several times: it would "
-                    "count as several at the price of one. Draw without replacement."
-                )
-            self._deliveries.note_drawn(list(indices))
-            yield indices
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+    return rebuild(type(loader), loader, Noted(loader.batch_sampler, deliveries))
 
 
 class _Collated(Dataset[Any]):
-    """Whole batches by their examples' numbers; nobody is a batch too.
+    """A data set that is read in whole batches, by the numbers of their examples.
 
-    What a collate function makes of no examples is anyone's guess, so an empty batch is an ordinary
-    one cut to nothing.
+    A batch may be empty. What a collate function makes of no examples is anyone's guess, so an
+    empty batch is an ordinary one that is cut down to no examples.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -377,7 +329,7 @@ class _Collated(Dataset[Any]):
 
 
 def _read(dataset: Dataset[Any], indices: Sequence[int]) -> Any:
-    """As a `DataLoader` reads them: at once, where the data set can."""
+    """Read examples as a `DataLoader` does: all at once, where the data set can do that."""
     fetch = getattr(dataset, "__getitems__", None)
     return fetch(indices) if fetch else [dataset[i] for i in indices]
 

@@ -1,4 +1,9 @@
-"""Begin with what public data has taught: far less is left to learn from private data."""
+"""Training that begins with weights from public data.
+
+What public data has taught costs no privacy, and far less is left to learn from private data. The
+weights come from a file. Their history comes with them (`history`), so that weights which this
+private data went into are refused as public ones.
+"""
 
 from __future__ import annotations
 

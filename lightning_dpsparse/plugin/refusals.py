@@ -1,4 +1,9 @@
-"""Trainer settings that this strategy cannot honour: refused at start, with the remedy."""
+"""Settings of the trainer, the module and its callbacks that the strategy cannot honour.
+
+Each is refused before the first step if it can be known then, with the remedy. Without the refusal
+training would go on and do something else: clip only some gradients, wait forever, or release what
+nobody charged.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ from lightning_dpsparse.refused import Refused
 
 
 def check_module_class(module: object) -> None:
+    """Refuse modules of the separate package `pytorch_lightning`."""
     if not isinstance(module, LightningModule):
         raise Refused(
             f"Expected a lightning.pytorch.LightningModule, found {type(module).__name__} from "
@@ -32,7 +38,7 @@ def check_module_class(module: object) -> None:
 
 
 def check_trainer(trainer: Trainer, precision: Precision) -> None:
-    """Settings of the Trainer."""
+    """Refuse settings of the Trainer that do not go with fused optimizers."""
     if precision.precision != "32-true":
         raise Refused(
             f"Expected precision='32-true', found {precision.precision!r}: the tables and their "
@@ -57,7 +63,7 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
 
 
 def check_accumulation(trainer: Trainer) -> None:
-    """At the start and before every step: callbacks may switch it on later."""
+    """Refuse accumulation, at the start and before every step: callbacks may switch it on later."""
     if trainer.accumulate_grad_batches != 1:
         raise Refused(
             f"Expected accumulate_grad_batches=1, found {trainer.accumulate_grad_batches}: the "
@@ -66,7 +72,7 @@ def check_accumulation(trainer: Trainer) -> None:
 
 
 def check_one_loader(trainer: Trainer) -> None:
-    """Two loaders over one data set would show an example twice at the price of once."""
+    """Refuse two loaders: one example may be in both, and would be charged once."""
     loaders = trainer.fit_loop._combined_loader
     count = 0 if loaders is None else len(loaders.flattened)
     if count > 1:
@@ -77,7 +83,7 @@ def check_one_loader(trainer: Trainer) -> None:
 
 
 def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
-    """A learning rate that follows the training loss carries it into the model without noise."""
+    """Refuse a learning rate that follows the training loss: it carries it into the model."""
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor and logs.is_from_training(config.monitor):
             raise Refused(
@@ -88,7 +94,7 @@ def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
 
 
 def check_private_module(module: LightningModule) -> None:
-    """Ways of training in which the strategy does not see every step."""
+    """Refuse ways of training in which the strategy does not see every step."""
     if not module.automatic_optimization:
         raise Refused(
             "Expected automatic optimization in private training, found "
@@ -103,7 +109,7 @@ def check_private_module(module: LightningModule) -> None:
 
 
 def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
-    """A copy of the weights at every step would hold rows that owe noise, for good."""
+    """Refuse averages of weights where rows may owe noise: the average would never get it."""
     if mechanism is None:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -112,6 +118,7 @@ def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that take more than one gradient for a step."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise Refused(
@@ -121,7 +128,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 
 
 def check_private_resume(spent: object, plan: object) -> None:
-    """A model that was trained privately may not go on without a plan and keep its name."""
+    """Refuse to go on from a private run's checkpoint without a plan."""
     if spent is not None and plan is None:
         raise Refused(
             "Expected a privacy plan to go on with a private run, found none: every further step "
@@ -130,7 +137,7 @@ def check_private_resume(spent: object, plan: object) -> None:
 
 
 def check_private_history(history: History) -> None:
-    """The same for weights that are still in memory, or came from a file."""
+    """Refuse to go on without a plan from private weights in memory, or from a file."""
     if any(span.is_private for span in history):
         raise Refused(
             "Expected a privacy plan to go on with weights that were trained privately, found "
@@ -140,7 +147,7 @@ def check_private_history(history: History) -> None:
 
 
 def loss_of(output: STEP_OUTPUT) -> Tensor:
-    """The loss of a private training_step. None would skip a step, which tells of the data."""
+    """The loss of a private training_step. A step without one is refused: it tells of the data."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise Refused(
@@ -151,6 +158,7 @@ def loss_of(output: STEP_OUTPUT) -> Tensor:
 
 
 def one_loss_per_example(loss: Tensor) -> Tensor:
+    """The same loss, or a refusal if it is not one number for each example."""
     if loss.ndim == 1:
         return loss
     raise Refused(

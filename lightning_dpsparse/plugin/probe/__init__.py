@@ -1,1 +1,6 @@
-"""Does every example's loss depend on that example alone? Measured, before anything is released."""
+"""Measures whether every example's loss depends on that example alone, before a release.
+
+`coupling` says what is measured and when. `subjects` and `sources` make batches of some examples,
+`bench` and `compare` run and compare them, `repeatable` makes passes repeatable, and `findings` has
+the words for what is found.
+"""

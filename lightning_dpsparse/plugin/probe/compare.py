@@ -1,4 +1,4 @@
-"""Which examples two passes disagree about, beyond rounding."""
+"""Which examples two passes disagree about, by more than rounding explains."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from lightning_dpsparse.sharded.observation import Seen
 # n examples
 
 OF_ROW = 1e-5
+"""The part of an example's own largest value by which it may differ."""
 OF_ALL = 1e-6
-"""Rounding of float32 stays far below both of these parts of an example's own values, and of the
-largest of all; coupling is far above, unless it is made to hide."""
+"""The part of the largest value of all examples by which each may differ beside that.
+
+Rounding of float32 stays far below both. Coupling is far above, unless it is made to hide.
+"""
 
 
 def disagreement(one: Seen, two: Seen, looseness: float = 1.0) -> Tensor:
@@ -31,7 +34,7 @@ def disagreement(one: Seen, two: Seen, looseness: float = 1.0) -> Tensor:
 
 
 def _of_sizes(a: Tensor, b: Tensor, looseness: float) -> Tensor:
-    """Sequences that were padded to another length: their norms, and sums, must agree."""
+    """Compare sequences that were padded to other lengths: norms and sums must agree."""
     both = [
         torch.stack([_flat(v).norm(dim=1), _flat(v).sum(1)], 1) for v in (a.double(), b.double())
     ]
@@ -45,7 +48,7 @@ def nonzero(seen: Seen) -> Tensor:
 
 
 def first_in(seen: Sequence[Seen], others: Sequence[Seen], rows: Tensor, looseness: float) -> str:
-    """Where, in the order of the forward pass, one of these examples first differs; or nowhere."""
+    """Where one of these examples first differs, in the forward pass's order; "" if nowhere."""
     for one, two in zip(seen, others):
         if not len(one.value) == len(rows) == len(two.value):
             continue

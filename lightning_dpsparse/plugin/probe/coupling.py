@@ -1,4 +1,4 @@
-"""The probe: does one example's loss depend on others?
+"""The probe measures whether one example's loss depends on others.
 
 A private step bounds what one example does to the sum by clipping *its* gradient. That is worth
 nothing if the example also changes the gradients of others. No list of layers finds all the ways;
@@ -170,7 +170,8 @@ class Probe:
         return self._bench.compare(batches[0], batches[1], drawn, "replaced by others")
 
     def _emptied(self, base: Any, drawn: list[int]) -> list[str]:
-        """Some models cannot do without a label, say: they refuse such examples, on every rank."""
+        """Some examples are emptied. Models that refuse such examples, as those that cannot do
+        without a label may, do so on every rank: nothing is measured then."""
         try:
             emptied = empty_examples(base, len(self._subjects.positions), drawn)
             found = self._bench.compare(base, emptied, drawn, "emptied")

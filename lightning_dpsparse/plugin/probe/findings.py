@@ -1,4 +1,4 @@
-"""What the probe may find, in words. Never with a value of an example."""
+"""What the probe may find, in words. No message has a value of an example in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Run the same code several times as if each time were the first."""
+"""Running the same code several times as if each time were the first.
+
+Whether examples depend on each other shows when a pass is repeated with other examples in the
+batch. Everything else must then be as it was: random numbers, counters and running means that the
+module keeps, and what has been logged.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +165,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def shaken(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[None]:
-    """Inside, dense weights are a little off what they are.
+    """Inside, dense weights have small random numbers added to them.
 
     Zeros, as layers often begin with, would hide what examples do to each other.
     """

@@ -1,4 +1,4 @@
-"""Batches to probe with: the examples of a real one, arranged in other ways."""
+"""Where the probe's batches come from: the examples of a real batch, arranged in other ways."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from lightning_dpsparse.sharded.examples import leaves, num_examples, take_examp
 
 
 class Source(Protocol):
+    """Something that makes batches of a real batch's examples."""
+
     def batch(self, positions: Sequence[int]) -> Any:
         """A batch of the examples at these positions of the real one, in this order."""
         ...
 
 
 class FromBatch:
-    """Cut out of the real batch."""
+    """Cuts examples out of the real batch."""
 
     def __init__(self, batch: Any, size: int) -> None:
         self._batch, self._size = batch, size
@@ -30,12 +32,13 @@ class FromBatch:
 
 
 class FromData:
-    """Read from the data set again, one example at a time, and put together by the collate
-    function, which may do something to examples too.
+    """Reads examples from the data set again, one at a time, and collates them.
+
+    The collate function may do something to examples, too.
 
     Args:
         read: Reads some examples of the data set.
-        collate: The loader's own.
+        collate: The loader's own collate function.
         indices: Numbers of the real batch's examples.
     """
 
@@ -76,7 +79,7 @@ class FromData:
 
 
 def are_alike(batch: Any, size: int, one: int, two: int) -> bool:
-    """Whether two examples of a batch hold the same."""
+    """Whether two examples of a batch hold the same values."""
     a, b = (list(leaves(take_examples(batch, size, [i]))) for i in (one, two))
     return all(_same(x, y) for x, y in zip(a, b))
 
