@@ -64,6 +64,7 @@ class PrivateRun:
         self.perimeter: Perimeter | None = None
         """Watches the steps; None before the run has started."""
         self._counts_rows = self._diagnoses = False
+        self._state_before: Mapping[str, Any] | None = None
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -98,6 +99,7 @@ class PrivateRun:
         self.ledger.restore(kept)
         self.evidence.restore(kept)
         self.selection.restore(kept.get("selection"))
+        self._state_before = kept.get("mechanism")
 
     def start(self, module: LightningModule) -> None:
         """Resolve the plan, open ledger and journal, and be ready for the first step."""
@@ -142,6 +144,9 @@ class PrivateRun:
             diagnose=self._diagnoses,
             probe=probe if is_probed(run.plan) else None,
         )
+        before, name = self._state_before, type(run.plan.mechanism).__name__
+        if before is not None and before["of"] == name:
+            self.stepper.state.restore(before["state"])
         self.selection.open(self.stepper.state)
         self.perimeter = Perimeter(
             run.plan,
@@ -162,9 +167,17 @@ class PrivateRun:
         """What the next run goes on from: plain Python values, and no secret."""
         return {
             **self.ledger.kept(),
+            "mechanism": self._mechanism_kept(),
             "selection": self.selection.kept(),
             **self.evidence.kept(),
         }
+
+    def _mechanism_kept(self) -> Mapping[str, Any] | None:
+        """What the mechanism keeps of the steps so far, under its name."""
+        if self.stepper is None:
+            return self._state_before
+        mechanism = type(self.budget.run.plan.mechanism).__name__
+        return {"of": mechanism, "state": self.stepper.state.state()}
 
     def facts(self) -> dict[str, Any]:
         """The facts of the privacy report, exact as of now."""
@@ -191,8 +204,7 @@ class PrivateRun:
 
 def _tell_of_changes(run: RunPlan, ledger: Ledger) -> None:
     """Warn if the run goes on from an earlier one in another way."""
-    events = [run.plan.event(phase, run.noise_multiplier) for phase in run.phases]
-    if ledger.entries and ledger.entries[-1].event not in events:
+    if not run.prices_like(ledger):
         rank_zero_warn(
             f"The run goes on with other noise, batches or data than before: {ledger.steps:,} "
             "steps stay charged as they were taken, new ones as they will be."

@@ -23,7 +23,9 @@ from tqdm import tqdm
 
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.plugin.probe.repeatable import as_if_never_run
 from lightning_dpsparse.sharded.split_batch import split_batch
+from lightning_dpsparse.sharded.whole_batch import Parts
 
 TrainingStep = Callable[..., STEP_OUTPUT]
 """Lightning's own way to call training_step: the batch first."""
@@ -72,6 +74,9 @@ class PrivateTraining:
         self._perimeter.forward = lambda batch: losses(self._moved(batch))
         most, device = self._max_physical_batch, self._strategy.root_device
         parts = [batch] if most is None else split_batch(batch, most, device)
+        if len(parts) > 1:
+            again = [partial(losses, part) for part in parts]
+            self._stepper.read_in_parts(Parts(again, as_if_never_run(self._module)))
         for part in parts[:-1]:
             with self._stepper.capture(is_whole=False):
                 loss_n = losses(part)

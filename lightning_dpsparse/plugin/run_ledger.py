@@ -50,7 +50,7 @@ class RunLedger:
 
     def _with_journal(self, ledger: Ledger) -> Ledger:
         """Add what was charged since, by whoever else went on from the same weights."""
-        taken = ledger.steps - ledger.lost
+        taken = ledger.position
         on_disk = from_rank_zero(lambda: read_ledger(self._folder / f"{ledger.run}.json"))
         if on_disk is None:
             self._taint(

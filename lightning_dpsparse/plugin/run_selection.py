@@ -59,7 +59,7 @@ class RunSelection:
             evidence.declare_public(selection.frequencies.trusted)
         elif self._before and self._before["of"] == repr(selection):
             self._selector.restore(self._before)
-        elif not run.selects_before(ledger.steps - ledger.lost):
+        elif not run.selects_before(ledger.position):
             self.is_overdue = True
             _charge(run, ledger)
 

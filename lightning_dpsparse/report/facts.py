@@ -81,8 +81,7 @@ def make_facts(
         else {"epsilon": run.plan.epsilon, "delta": run.delta},
         "ran": {**_ran(run, ledger, ranks), "rounding_price": rounding_price},
         "ledger": [
-            {"event": _said(e), "steps": e.steps, "partition": e.partition}
-            for e in ledger.entries
+            {"event": _said(e), "steps": e.steps, "partition": e.partition} for e in ledger.entries
         ],
         "epsilon_over_time": _over_time(run, ledger, epsilon),
         "epsilon_for_delta": [[d, _finite(e)] for d, e in zip(deltas, epsilons)],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dpsparse.engine.dense import DenseForms
 from lightning_dpsparse.engine.ghost import DenseCapture, check_layers, padding_rows
 from lightning_dpsparse.engine.graph import graph_of
-from lightning_dpsparse.engine.mechanism import BatchReads, WholeBatch
+from lightning_dpsparse.engine.mechanism import WholeBatch
 from lightning_dpsparse.engine.rounding import check_price, price
 from lightning_dpsparse.engine.state import MechanismState, Progress, Reading
 from lightning_dpsparse.engine.step import Clipped, Ranks, StepConfig, clipped_sums, release
@@ -141,6 +141,12 @@ class PrivateSteps:
         padded_size = self._collections[0].padded_size
         return Observation(loss_n, all_reads(self._collections), self._dense, padded_size)
 
+    def read_in_parts(self, parts: Parts) -> None:
+        """The batch of this step comes in these parts. To be called before the first of them."""
+        self._whole_batch = WholeBatch(
+            lambda: list_ids(parts, self._collections, self._config, sum_over_ranks, self._step)
+        )
+
     def add_part(self, loss_n: Tensor) -> None:
         """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
         if self._unit_sizes is not None:
@@ -189,7 +195,6 @@ class PrivateSteps:
         step: int,
         unit_sizes: Sequence[int] | None = None,
         num_examples: int | None = None,
-        parts: Parts | None = None,
     ) -> bool:
         """Before the first part of a batch: whatever an interrupted step left is void.
 
@@ -197,7 +202,6 @@ class PrivateSteps:
         `unit_sizes` is how many examples each user has in this rank's batch, in order: a user is
         then clipped as one. Without it every example is. All ranks give it, or none.
         `num_examples` is how many were drawn for this rank, where that is known.
-        `parts` are the parts of the batch, if it has several.
 
         Returns whether other parameters than before are trainable.
         """
@@ -208,7 +212,7 @@ class PrivateSteps:
             )
         self._step, self._sums, self._unit_sizes = step, None, unit_sizes
         self._num_examples, self._seen, self._is_open = num_examples, 0, True
-        self._whole_batch = None if parts is None else WholeBatch(partial(self._list_ids, parts))
+        self._whole_batch = None
         has_changed = self.parameters.follow()
         if has_changed:
             self._take_up_parameters()
@@ -218,9 +222,6 @@ class PrivateSteps:
         for collection in self._collections:
             collection.start_step()
         return has_changed
-
-    def _list_ids(self, parts: Parts) -> BatchReads:
-        return list_ids(parts, self._collections, self._config, sum_over_ranks, self._step)
 
     def _count_rows(self, sums: Clipped, reads: Sequence[KernelRead]) -> Tensor:
         """Units clipped and in all, rows read and in all, over all ranks."""

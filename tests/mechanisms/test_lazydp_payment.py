@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_dpsparse.sharded.debts import pay_all
 from torch import Tensor
 
 from lightning_dpsparse import LazyDP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from lightning_dpsparse.engine.deferred import Clock
 from torch import Tensor
 
 from lightning_dpsparse import LazyDP

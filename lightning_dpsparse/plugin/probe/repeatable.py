@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dpsparse.sharded.collections import sharded_collections
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -182,3 +184,34 @@ def shaken(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[None]:
     finally:
         for parameter, original in zip(parameters, originals):
             parameter.data = original
+
+
+def as_if_never_run(module: LightningModule) -> Callable[[], AbstractContextManager[None]]:
+    """A context for a pass through the model that a step makes in advance, and then again.
+
+    Inside, torch, numpy and random draw what they would draw now, when this function is called.
+    Afterwards they go on as if nothing had been drawn, nothing has been logged, and what the module
+    keeps in attributes (counters, metrics) is as it was.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    in_torch, on_devices = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+    in_numpy, in_python = np.random.get_state(), random.getstate()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        attributes = Attributes(module, list(sharded_collections(module).values()))
+        numpy_now, python_now = np.random.get_state(), random.getstate()
+        with torch.random.fork_rng(devices), nothing_logged(module, module.trainer):
+            torch.set_rng_state(in_torch)
+            for device, state in zip(devices, on_devices):
+                torch.cuda.set_rng_state(state, device)
+            np.random.set_state(in_numpy)
+            random.setstate(in_python)
+            try:
+                yield
+            finally:
+                np.random.set_state(numpy_now)
+                random.setstate(python_now)
+                attributes.restore()
+
+    return context
