@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.ranks import Ranks
 
-# Files that take longest begin first, so that two workers end together.
-SLOW = (
-    "plugin/test_lazydp.py",
-    "test_cli.py",
-    "plugin/test_private_step.py",
-    "plugin/test_private_resume.py",
-    "audit/test_command.py",
-    "audit/test_gallery.py",
-    "plugin/test_adafest.py",
-)
+# Two workers on two cores: threads that wait for each other's turn make small products many times
+# slower. Torch and NumPy read this when they are imported, which is after this file; ranks and
+# commands inherit it.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
-    order = {folder / name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
-
-
-def _ranks(world_size: int, per_host: int | None = None) -> Iterator[Ranks]:
-    ranks = Ranks(world_size, per_host)
+def _ranks(world_size: int, per_host: int | None = None, **settings: Any) -> Iterator[Ranks]:
+    ranks = Ranks(world_size, per_host, **settings)
     yield ranks
     ranks.stop()
 
@@ -53,8 +43,8 @@ def four_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def two_hosts() -> Iterator[Ranks]:
-    """Two ranks that believe to be alone on their host."""
-    yield from _ranks(2, per_host=1)
+    """Two ranks that believe to be alone on their host, each in an interpreter of its own."""
+    yield from _ranks(2, per_host=1, own_interpreters=True)
 
 
 @pytest.fixture

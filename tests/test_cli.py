@@ -18,6 +18,7 @@ from lightning_dpsparse.cli import main
 from lightning_dpsparse.doctor import diagnose, package_problems, show_diagnosis
 from lightning_dpsparse.recipe import RecipeCLI
 from lightning_dpsparse.recipe_files import shipped_recipes
+from tests.support.command import run_command
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -34,10 +35,8 @@ SMALL = [
 ]
 
 
-def run(
-    *args: str, launcher: tuple[str, ...] = (), cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
+def run(*args: str, launcher: tuple[str, ...] = (), cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The real command, as a launcher starts it."""
     command = [sys.executable, "-m", *launcher, "lightning_dpsparse", *args]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
@@ -170,14 +169,14 @@ def test_all_recipes_of_the_readme_exist() -> None:
 def test_a_typo_in_a_recipe_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(DEMO.read_text().replace("embedding_dim:", "embeding_dim:"))
-    found = run("fit", "--config", str(bad))
+    found = run_command("fit", "--config", str(bad))
     assert found.returncode != 0
     assert "embeding_dim" in found.stderr
     assert "Traceback" not in found.stderr
 
 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    found = run(
+    found = run_command(
         "fit", "--config", str(DEMO), *SMALL, "--trainer.gradient_clip_val=1.0", cwd=tmp_path
     )
     assert found.returncode == 1
@@ -187,7 +186,7 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
 
 def test_ids_out_of_range_are_one_line(tmp_path: Path) -> None:
     rows = "--model.init_args.num_rows=[50,20,9]"
-    found = run("fit", "--config", str(DEMO), *SMALL, rows, cwd=tmp_path)
+    found = run_command("fit", "--config", str(DEMO), *SMALL, rows, cwd=tmp_path)
     assert "error: Expected ids within their tables" in found.stderr
     assert "'cat_2' (0 to 8)" in found.stderr
     assert "Traceback" not in found.stderr
@@ -273,7 +272,9 @@ def test_a_saved_recipe_names_its_mechanism(tmp_path: Path) -> None:
     strategy = {"class_path": "lightning_dpsparse.DPSparseStrategy", "init_args": {"privacy": plan}}
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
-    printed = run("fit", "--config", recipe, "--config", str(other), "--print_config").stdout
+    printed = run_command(
+        "fit", "--config", recipe, "--config", str(other), "--print_config"
+    ).stdout
     plan = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["privacy"]
     assert plan["mechanism"]["class_path"] == "lightning_dpsparse.EANA"
     assert plan["clipping"]["class_path"].endswith("FlatClipping")
@@ -290,7 +291,7 @@ def test_the_private_recipe_runs_under_torchrun(tmp_path: Path) -> None:
     assert "Tables, sgd fused into backward" in done.stdout + done.stderr
     assert "Privacy: DPSGD, noise multiplier" in done.stdout + done.stderr
     assert len(list(next(tmp_path.glob("runs/**/*.ckpt")).glob("*.distcp"))) == 2
-    told = run("report", "runs", cwd=tmp_path)
+    told = run_command("report", "runs", cwd=tmp_path)
     assert "-differentially private" in told.stdout
     assert "taint" not in told.stdout
     page = next((tmp_path / "runs").rglob("privacy_report.html")).read_text()

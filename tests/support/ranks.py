@@ -1,4 +1,9 @@
-"""Real gloo ranks that stay up and run one test function after another."""
+"""Real gloo ranks that stay up and run one test function after another.
+
+A rank needs TorchRec and Lightning, and importing them takes four seconds. So a server imports them
+once, and ranks are forked from it. What forked ranks share, the seeds of `hash` and of NumPy, ranks
+on different machines do not: `own_interpreters` starts each of them anew.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_CONTEXT = get_context("spawn")
+FORKED, _SPAWNED = get_context("forkserver"), get_context("spawn")
+FORKED.set_forkserver_preload(["tests.support.tiny_model"])
 _PATIENCE = 120.0  # seconds for the slowest rank of one case
 _GRACE = 5.0  # seconds for the other ranks once one has failed
 
@@ -20,8 +26,15 @@ _GRACE = 5.0  # seconds for the other ranks once one has failed
 class Ranks:
     """`run(fn, ...)` calls fn on every rank of one process group and returns their results."""
 
-    def __init__(self, world_size: int, ranks_per_host: int | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        ranks_per_host: int | None = None,
+        *,
+        own_interpreters: bool = False,
+    ) -> None:
         self.world_size = world_size
+        self._context: Any = _SPAWNED if own_interpreters else FORKED
         self._ranks_per_host = ranks_per_host or world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -70,8 +83,8 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_serve,
                 args=(rank, self.world_size, self._ranks_per_host, port, theirs),
                 daemon=True,
@@ -94,10 +107,14 @@ def _serve(rank: int, world_size: int, per_host: int, port: int, pipe: Connectio
         TORCHELASTIC_RUN_ID="tests",
         OMP_NUM_THREADS="1",
     )
+    import numpy as np
     import torch
     import torch.distributed as dist
+    from lightning.pytorch.utilities import rank_zero_only
 
     torch.set_num_threads(1)
+    np.random.seed()  # forked ranks have one state
+    rank_zero_only.rank = rank  # Lightning reads it from the environment when it is imported
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     while True:
         try:
