@@ -3,10 +3,10 @@ REQUIREMENTS ?= -r requirements-cpu.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test test-all lint format clean
 
 help:             ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup: $(STAMP)   ## Create .venv and install everything into it (on CUDA: make setup REQUIREMENTS="-e .[dev]")
 
@@ -19,8 +19,11 @@ $(STAMP): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-cpu-shim/pypr
 demo: setup       ## Train a DLRM privately on synthetic clicks: its AUC and privacy report
 	$(BIN)/python -m lightning_dpsparse fit --config recipes/dlrm_lazydp.yaml
 
-test: setup       ## Run the test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup       ## Run the test suite without what is marked slow: under seven minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: setup   ## Run all tests: also the same laws at larger sizes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup       ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
@@ -16,21 +19,15 @@ from lightning_dpsparse.audit.secret_sharer import SecretSharer
 from lightning_dpsparse.cli import main
 from lightning_dpsparse.data import SyntheticData
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sharded.private import PrivateSteps
+from tests.support.command import run_captured, run_command
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
 def test_one_run_says_claim_and_measurement_and_joins_a_report(tmp_path: Path) -> None:
-    words = ["audit", "one-run", "--canaries", "20000", "--seed", "1"]
-    done = run("-m", "lightning_dpsparse", *words, cwd=tmp_path)
+    done = run_command("audit", "one-run", "--canaries", "20000", "--seed", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "claimed ε ≤ 1.3, measured ε ≥ 0." in done.stdout
     (folder,) = (tmp_path / "runs" / "lightning_logs").iterdir()
@@ -41,25 +38,47 @@ def test_one_run_says_claim_and_measurement_and_joins_a_report(tmp_path: Path) -
     assert "one run, white box, 20,000 canaries" in (folder / "privacy_report.html").read_text()
 
 
+def audit_in(folder: Path) -> str:
+    """Runs inside a rank: what the command prints there."""
+    before, printed = Path.cwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with redirect_stdout(printed):
+            main(["audit", "one-run", "--canaries", "2000"])
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+def test_one_run_on_two_ranks_speaks_once(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks.run(audit_in, tmp_path)
+    assert first.count("measured ε ≥") == 1
+    assert second.count("measured ε ≥") == 0
+
+
+@pytest.mark.slow
 def test_one_run_under_torchrun_speaks_once(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_dpsparse"]
-    done = run(*words, "audit", "one-run", "--canaries", "2000", cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words, "audit", "one-run", "--canaries", "2000"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("measured ε ≥") == 1
 
 
-BROKEN = """
-import sys
-from unittest import mock
-from lightning_dpsparse.cli import main
-from lightning_dpsparse.sharded.private import PrivateSteps
-with mock.patch.object(PrivateSteps, "before_release"):
-    main(sys.argv[1:])
-"""
+def audit_without_payment() -> None:
+    with mock.patch.object(PrivateSteps, "before_release"):
+        main(["audit", "one-run", "--canaries", "2000"])
 
 
 def test_a_broken_run_fails_loudly(tmp_path: Path) -> None:
-    done = run("-c", BROKEN, "audit", "one-run", "--canaries", "2000", cwd=tmp_path)
+    done = run_captured(audit_without_payment, cwd=tmp_path)
     assert done.returncode == 1
     assert "AUDIT FAILED" in done.stderr
     (folder,) = (tmp_path / "runs" / "lightning_logs").iterdir()
