@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-cpu-shim/pypr
 demo: setup       ## Train a DLRM privately on synthetic clicks: its AUC and privacy report
 	$(BIN)/python -m lightning_dpsparse fit --config recipes/dlrm_lazydp.yaml
 
-test: setup       ## Run the test suite without what is marked slow: under seven minutes on two cores
+test: setup       ## Run the test suite without what is marked slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: setup   ## Run all tests: also the same laws at larger sizes
