@@ -124,7 +124,7 @@ class Reduction(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stepper = private_run(trainer).stepper
         assert stepper is not None
-        self.reduction = stepper.gradient_size().get("gradient_reduction", 1.0)
+        self.reduction = stepper.measurements.gradient_size().get("gradient_reduction", 1.0)
 
 
 def train(setting: Setting, epsilon: float, seed: int, data: Data, noise: float | None) -> Row:

@@ -35,7 +35,7 @@ from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.plugin.probe.repeatable import silenced
 from lightning_dpsparse.plugin.strategy import DPSparseStrategy
 from lightning_dpsparse.refused import Refused
-from lightning_dpsparse.sharded.private import from_rank_zero
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 from lightning_dpsparse.sharded.shards import whole_table
 
 Scores = dict[str, NDArray[np.float64]]

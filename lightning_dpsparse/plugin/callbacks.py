@@ -87,10 +87,10 @@ class PrivacyMonitor(Callback):
         assert run.stepper is not None
         values = {  # of public settings
             "noise_multiplier": run.budget.run.noise_multiplier,
-            "noise_stddev": run.stepper.noise_stddev,
+            "noise_stddev": run.stepper.state.noise.stddev,
         }
         if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            sizes = run.stepper.gradient_size()
+            sizes = run.stepper.measurements.gradient_size()
             by_table = {name: size for name, size in sizes.items() if "/" in name}
             values |= {name: size for name, size in sizes.items() if "/" not in name}
             with run.logs.ours():
@@ -99,7 +99,9 @@ class PrivacyMonitor(Callback):
                     logger.log_metrics(by_table, step=trainer.global_step - 1)
         with run.logs.ours():
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
-        diagnostics = {f"nonprivate/{k}": value for k, value in run.stepper.diagnostics().items()}
+        diagnostics = {
+            f"nonprivate/{k}": value for k, value in run.stepper.measurements.diagnostics().items()
+        }
         pl_module.log_dict(diagnostics, on_step=True, on_epoch=False, batch_size=1)
 
 

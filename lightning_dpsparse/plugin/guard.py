@@ -51,10 +51,10 @@ class Guard:
     ) -> None:
         self._steps, self._is_trusted = steps, is_trusted
         self._tensors = TensorWatch(
-            module, steps.parameters, adds_up_trainable=_has_hooks(module, trainer)
+            module, steps.dense.parameters, adds_up_trainable=_has_hooks(module, trainer)
         )
         self._optimizers = OptimizerWatch(trainer, taint)
-        self._names = {id(p): name for name, p in steps.parameters.all.items()}
+        self._names = {id(p): name for name, p in steps.dense.parameters.all.items()}
         self._members: list[list[int]] = []
         """Identities of the optimizers' parameters when they were last checked."""
         self.note_tables()
@@ -80,7 +80,7 @@ class Guard:
 
     def note_tables(self) -> None:
         """The tables are as they should be: after a release."""
-        self._tables = self._steps.table_versions()
+        self._tables = self._steps.tables.versions()
 
     def follow(self) -> None:
         """Parameters were frozen or thawed: from now on other ones may change."""
@@ -98,7 +98,7 @@ class Guard:
         if self._is_trusted:
             return
         moved = self._tensors.moved(everything=everything)
-        if not moved and self._steps.table_versions() != self._tables:
+        if not moved and self._steps.tables.versions() != self._tables:
             moved = ["the tables"]
         if self._optimizers.moved() and not moved:
             moved = ["the optimizer's state"]
@@ -109,7 +109,7 @@ class Guard:
         """Right before an update: what the optimizers are about to use was released just now."""
         self.check("in a hook after the backward pass")
         self.check_members()
-        released = self._steps.released
+        released = self._steps.dense.released
         for optimizer in self._optimizers.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -86,7 +86,7 @@ class Perimeter:
             self._leaders = [sum(unit_sizes[:u]) for u in range(len(unit_sizes))]
         if self._steps.start(step, unit_sizes, delivery.num_examples):
             self.guard.follow()
-        self._steps.is_probe_due = self._is_probed and is_due(step)
+        self._steps.paths.is_probe_due = self._is_probed and is_due(step)
 
     def probe(self) -> None:
         """Measure whether the examples of this step depend on each other. On all ranks."""
@@ -103,7 +103,7 @@ class Perimeter:
             self._leaders,
         ).run()
         if found_examples:
-            self._steps.note_path()
+            self._steps.paths.note_probed()
 
     # ---- between steps --------------------------------------------------------------------------
 

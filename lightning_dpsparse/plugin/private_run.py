@@ -36,7 +36,8 @@ from lightning_dpsparse.plugin.run_data import RunData
 from lightning_dpsparse.plugin.run_ledger import RunLedger
 from lightning_dpsparse.plugin.run_selection import RunSelection
 from lightning_dpsparse.run_plan import RunPlan
-from lightning_dpsparse.sharded.private import PrivateSteps, from_rank_zero
+from lightning_dpsparse.sharded.private import PrivateSteps
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 
 CHECKPOINT_KEY = "lightning_dpsparse"
 """Where a checkpoint holds what its private run kept."""
@@ -159,7 +160,9 @@ class PrivateRun:
         )
         self.evidence.rounding_price = self.stepper.rounding_price
         if self._counts_rows:
-            self.stepper.watch_gradient_size(module, self._trainer.strategy.root_device)
+            self.stepper.measurements.watch_gradient_size(
+                module, self._trainer.strategy.root_device
+            )
 
     # ---- what is kept and shown -----------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from lightning_dpsparse.plugin.private_data import RankContext, SampledData, not
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sharded.features import public_tables
-from lightning_dpsparse.sharded.private import from_rank_zero
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 
 
 class RunData:

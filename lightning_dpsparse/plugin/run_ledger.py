@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
 from lightning_dpsparse.budget import Budget, forecast
 from lightning_dpsparse.run_plan import RunPlan
-from lightning_dpsparse.sharded.private import from_rank_zero
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 
 
 class RunLedger:

@@ -26,7 +26,7 @@ from lightning_dpsparse.plugin.evidence import Evidence
 from lightning_dpsparse.plugin.private_data import SampledData
 from lightning_dpsparse.plugin.selecting import RowSelector
 from lightning_dpsparse.run_plan import RunPlan
-from lightning_dpsparse.sharded.private import from_rank_zero
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 

@@ -16,7 +16,7 @@ from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.plugin.private_data import SampledData
 from lightning_dpsparse.sampling.poisson import Phase
 from lightning_dpsparse.sharded.features import features_of, public_tables
-from lightning_dpsparse.sharded.private import from_rank_zero, sum_over_ranks
+from lightning_dpsparse.sharded.process_group import from_rank_zero, sum_over_ranks
 from lightning_dpsparse.sharded.shared_rows import check_one_table_each, share_a_row
 
 T = TypeVar("T")

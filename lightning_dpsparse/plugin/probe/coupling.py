@@ -96,7 +96,7 @@ class Probe:
         if not any(self._subjects.meet_other_ranks()):
             return False
         found: str | None = None
-        parameters = list(self._steps.parameters.trainable.values())
+        parameters = list(self._steps.dense.parameters.trainable.values())
         tables = list(sharded_collections(self._module).values())
         attributes = Attributes(self._module, tables)
         self._bench = Bench(self._steps, self._forward, attributes, self._seed)

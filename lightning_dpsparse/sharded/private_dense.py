@@ -1,0 +1,59 @@
+"""The dense layers of a module in private training: which learn, in which form, and what they got.
+
+A layer may be frozen and thawed in mid-training. So before every step it is asked which parameters
+learn, and what is captured, released and looked after follows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
+from lightning_dpsparse.engine.ghost import DenseCapture, padding_rows
+from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.sharded.dense_parameters import DenseParameters
+
+
+class PrivateDense:
+    """The dense layers of a module, from the first private step to `close`."""
+
+    def __init__(self, module: nn.Module, mechanism: DenseMechanism) -> None:
+        self._module, self._mechanism = module, mechanism
+        self.parameters = DenseParameters(module)
+        self._padding = padding_rows(module)
+        self.released: dict[int, tuple[Tensor, int]] = {}
+        """The gradient that each parameter, by identity, got last, and its version then."""
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        trainable = self.parameters.trainable
+        self.capture = DenseCapture(trainable)
+        self._forms = DenseForms(self._mechanism, self._module, trainable)
+        self.flat = self.capture.new_flat()
+        """Memory for the sums of all layers: fresh memory costs more than the work."""
+
+    def start_step(self, step: int, noise: NoiseSource) -> bool:
+        """Choose the forms of the step. Returns whether other parameters than before learn."""
+        has_changed = self.parameters.follow()
+        if has_changed:
+            self._take_parameters()
+        self.capture.set_forms(self._forms.at(step, noise))
+        if self.flat.numel() != self.capture.size:
+            self.flat = self.capture.new_flat()
+        return has_changed
+
+    def forget_gradients(self) -> None:
+        for parameter in self.capture.parameters.values():
+            parameter.grad = None
+
+    def note_released(self) -> None:
+        """The gradients of the step are in place."""
+        for parameter, row in self._padding:
+            if parameter.grad is not None:
+                parameter.grad[row] = 0.0  # noise would move it
+        gradients = ((id(p), p.grad) for p in self.capture.parameters.values())
+        self.released = {key: (g, g._version) for key, g in gradients if g is not None}
+
+    def close(self) -> None:
+        """The layers are ordinary ones again."""
+        self.parameters.close()

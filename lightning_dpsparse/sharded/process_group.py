@@ -1,0 +1,59 @@
+"""What ranks tell each other: sums, one rank's result for all, and whose example is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dpsparse.engine.step_inputs import Ranks
+from lightning_dpsparse.refused import Refused
+
+# B examples of all ranks after padding, P examples of one rank after padding, U units of this rank
+
+T = TypeVar("T")
+
+
+def sum_over_ranks(tensor: Tensor) -> None:
+    """Add a tensor up over all ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def from_rank_zero(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; its error too, so that none waits for it."""
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except Exception as error:
+            made[1] = error
+    dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
+    result: T = made[0]
+    return result
+
+
+def first_of_units(unit_sizes: Sequence[int], loss_n: Tensor, ranks: Ranks) -> Tensor | None:
+    """The first example of every example's unit, for all ranks; None if each is its own.
+
+    `unit_sizes` is how many examples each unit has in this rank's batch, in order.
+    """
+    sizes = torch.tensor(unit_sizes, dtype=torch.int64)
+    if sizes.sum() != loss_n.numel():
+        raise Refused(
+            "Expected unit sizes that add up to the losses of this rank, found others. Give "
+            "the number of examples of each user, in the order of the batch."
+        )
+    all_B = torch.arange(ranks.num_examples, device=loss_n.device)
+    # Padding leads itself, and makes the ranks' pieces equal in size.
+    first_of_unit_P = all_B.view(dist.get_world_size(), -1)[dist.get_rank()].clone()
+    first_U = ranks.first_example + sizes.cumsum(0) - sizes
+    first_of_unit_P[: loss_n.numel()] = first_U.repeat_interleave(sizes).to(loss_n.device)
+    first_of_unit_B = torch.empty_like(all_B)
+    dist.all_gather_into_tensor(first_of_unit_B, first_of_unit_P)
+    return None if torch.equal(first_of_unit_B, all_B) else first_of_unit_B
