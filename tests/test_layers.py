@@ -100,14 +100,6 @@ def test_helpers_of_tests_are_in_support_and_not_in_a_test_module() -> None:
     assert not found
 
 
-# Public functions that may share a name, and why.
-SHARED_NAMES = {
-    "to_data": "being renamed",
-    "describe": "being renamed",
-    "check_layers": "being renamed",
-}
-
-
 def test_no_two_public_functions_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for path in FILES:
@@ -116,5 +108,4 @@ def test_no_two_public_functions_share_a_name() -> None:
             if is_function and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     shared = {name: files for name, files in homes.items() if len(files) > 1}
-    assert {name: files for name, files in shared.items() if name not in SHARED_NAMES} == {}
-    assert set(SHARED_NAMES) <= set(shared), "a name is no longer shared: take it off the list"
+    assert shared == {}

@@ -36,7 +36,7 @@ def calibrate_main(argv: list[str]) -> None:
     if not options.no_table:
         noise_multiplier = answer["noise_multiplier"]
         answer["table"] = answers.other_batches(question, options.epsilon, noise_multiplier)
-    print(json.dumps(answer, indent=2) if options.json else words.calibrated(answer))
+    print(json.dumps(answer, indent=2) if options.json else words.calibration_in_words(answer))
 
 
 def account_main(argv: list[str]) -> None:
@@ -60,7 +60,7 @@ def account_main(argv: list[str]) -> None:
     from lightning_dpsparse.calculator.questions import asked
 
     answer = answers.accounted(asked(options, parser), options.noise_multiplier)
-    print(json.dumps(answer, indent=2) if options.json else words.accounted(answer))
+    print(json.dumps(answer, indent=2) if options.json else words.account_in_words(answer))
 
 
 def report_main(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ _SAMPLING = {
 }
 
 
-def calibrated(answer: dict[str, Any]) -> str:
+def calibration_in_words(answer: dict[str, Any]) -> str:
     """What calibrate found."""
     lines = [
         f"noise_multiplier {answer['noise_multiplier']:.4f}",
@@ -41,7 +41,7 @@ def calibrated(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def accounted(answer: dict[str, Any]) -> str:
+def account_in_words(answer: dict[str, Any]) -> str:
     """What account found."""
     rdp = answer["rdp_epsilon"]
     lines = [

@@ -145,9 +145,8 @@ class PrivateRun:
             diagnose=self._diagnoses,
             probe=probe if is_probed(run.plan) else None,
         )
-        before, name = self._state_before, type(run.plan.mechanism).__name__
-        if before is not None and before["of"] == name:
-            self.stepper.state.restore(before["state"])
+        if self._state_before is not None:
+            _restore_state(self.stepper, self._state_before)
         self.selection.open(self.stepper.state)
         self.perimeter = Perimeter(
             run.plan,
@@ -170,17 +169,10 @@ class PrivateRun:
         """What the next run goes on from: plain Python values, and no secret."""
         return {
             **self.ledger.kept(),
-            "mechanism": self._mechanism_kept(),
+            "mechanism": self._state_before if self.stepper is None else _kept_of(self.stepper),
             "selection": self.selection.kept(),
             **self.evidence.kept(),
         }
-
-    def _mechanism_kept(self) -> Mapping[str, Any] | None:
-        """What the mechanism keeps of the steps so far, under its name."""
-        if self.stepper is None:
-            return self._state_before
-        mechanism = type(self.budget.run.plan.mechanism).__name__
-        return {"of": mechanism, "state": self.stepper.state.state()}
 
     def facts(self) -> dict[str, Any]:
         """The facts of the privacy report, exact as of now."""
@@ -203,6 +195,18 @@ class PrivateRun:
         if self.stepper is not None:
             self.stepper.close()
         self.stepper = None
+
+
+def _kept_of(stepper: PrivateSteps) -> dict[str, Any]:
+    """What the mechanism keeps of the steps so far, under its name."""
+    state = stepper.state
+    return {"of": type(state.mechanism).__name__, "state": state.state()}
+
+
+def _restore_state(stepper: PrivateSteps, kept: Mapping[str, Any]) -> None:
+    """Give the mechanism what it kept before, unless that was another mechanism's."""
+    if kept["of"] == type(stepper.state.mechanism).__name__:
+        stepper.state.restore(kept["state"])
 
 
 def _tell_of_changes(run: RunPlan, ledger: Ledger) -> None:
