@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_dpsparse import (
+    EANA,
     FEST,
     AdaFESTPlus,
     Placement,
 )
 from tests.support.adafest_runs import NOISY, QUIET, check, public, singles
-from tests.support.naive_step import ADAGRAD, SIZES, plan, run, tolerance_of
+from tests.support.naive_step import ADAGRAD, SIZES, Batches, plan, run, tolerance_of
 from tests.support.plain_training import PLACEMENTS, ROWWISE, SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.row_choice import naive_selecting
-from tests.support.tiny_model import SEQUENCES, name_of
+from tests.support.tiny_model import SEQUENCES, Recording, make_trainer, name_of
 from tests.support.users import UNITS, run_users
 
 # ---- without noise, every cell is the naive loop's -----------------------------------------------
@@ -102,9 +104,72 @@ def test_users_count_once_for_every_row(two_ranks: Ranks, name: str) -> None:
         assert_close(end, as_examples.weights, 1e-4)
 
 
-def test_a_batch_that_must_be_cut_is_refused(one_rank: Ranks) -> None:
-    with pytest.raises(ValueError, match=r"AdaFEST chooses rows by all of it\. Leave max_physical"):
-        run(one_rank, SIZES["even"], Placement(), SGD, QUIET, most=3)
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
+def test_a_batch_in_parts_is_the_naive_step_of_the_whole(
+    one_rank: Ranks, most: int, noisy: bool
+) -> None:
+    """Rows are chosen by all ids, before the first part: a part's readers alone are too few."""
+    private = NOISY if noisy else QUIET
+    start, end = run(one_rank, SIZES["uneven"], Placement(), SGD, private, most=most)
+    expected = naive_selecting(start, singles(SIZES["uneven"]), SGD, private)
+    check(start, end, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [("row_wise", ()), ("column_wise", ()), ("mixed", ()), ("row_wise", SEQUENCES)],
+    ids=name_of,
+)
+def test_parts_on_two_ranks_are_the_naive_step_of_the_whole(
+    two_ranks: Ranks, name: str, sequences: tuple[str, ...]
+) -> None:
+    """Ranks have batches of other sizes, and so parts of other sizes, some of them empty."""
+    settings: dict[str, Any] = {"sequences": sequences, "most": 2}
+    start, end = run(two_ranks, SIZES["uneven"], PLACEMENTS[name], SGD, NOISY, **settings)
+    check(start, end, naive_selecting(start, singles(SIZES["uneven"]), SGD, NOISY), 1e-6)
+
+
+def test_parts_among_selected_rows_are_the_naive_step(one_rank: Ranks, tmp_path: Path) -> None:
+    selection, selected = public(tmp_path)
+    mechanism = AdaFESTPlus(threshold=0.93, map_clip_norm=2.0, selection=selection)
+    private = plan(0.3, mechanism=mechanism)
+    start, end = run(one_rank, SIZES["uneven"], Placement(), SGD, private, most=2)
+    units = singles(SIZES["uneven"])
+    check(start, end, naive_selecting(start, units, SGD, private, selected=selected), 1e-6)
+
+
+class Forgetful(Recording):
+    """Drops some inputs at random, and counts its calls."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.log("calls", float(self.calls), batch_size=1)
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.drawn: list[float] = []
+
+
+def count_calls(private: Any) -> tuple[int, list[float], float]:
+    """Runs inside a rank: two steps, of three parts each."""
+    torch.manual_seed(3)
+    module = Forgetful()
+    trainer = make_trainer(1, Placement(), SGD, privacy=private, max_physical_batch=2)
+    trainer.fit(module, Batches([[6], [6]], None))
+    return module.calls, module.drawn, float(trainer.callback_metrics["calls"])
+
+
+def test_listing_ids_leaves_no_trace(one_rank: Ranks) -> None:
+    """Calls, draws and logs are those of a mechanism that needs no list."""
+    with_list = one_rank.run(count_calls, QUIET)[0]
+    without = one_rank.run(count_calls, plan(0.3, mechanism=EANA()))[0]
+    assert with_list == without
+    assert with_list[0] == 6
 
 
 # ---- with noise ----------------------------------------------------------------------------------

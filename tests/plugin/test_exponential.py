@@ -129,7 +129,7 @@ def test_rows_that_are_cut_by_columns_are_refused(two_ranks: Ranks) -> None:
 
 def test_a_batch_is_not_cut_into_parts(one_rank: Ranks) -> None:
     private = plan(CLIP, mechanism=CHOICE)
-    with pytest.raises(ValueError, match="ExponentialSelection chooses rows by all of it"):
+    with pytest.raises(ValueError, match="ExponentialSelection chooses rows by all its gradients"):
         run(one_rank, SIZES["even"], Placement(), SGD, private, most=2)
 
 
