@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -94,12 +95,12 @@ def _recipes(argv: list[str]) -> None:
     parser.add_argument("name", nargs="?", help="print the YAML of this recipe instead of the list")
     options = parser.parse_args(argv)
 
-    from lightning_dpsparse.recipe_files import find_recipe, list_recipes
+    from lightning_dpsparse.recipe_files import list_recipes, recipe_text
 
     if options.name is None:
         print(list_recipes())
     else:
-        print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
+        print(recipe_text(options.name), end="")
 
 
 def _prepare(argv: list[str]) -> None:
@@ -162,11 +163,11 @@ def _consolidate(argv: list[str]) -> None:
     parser.add_argument("checkpoint", type=Path, help="the directory that training saved")
     parser.add_argument("output", type=Path, help="the file to write")
     options = parser.parse_args(argv)
-    if options.output.is_dir() or not options.output.parent.is_dir():
-        found = "a directory" if options.output.is_dir() else "that its directory does not exist"
+    if options.output.is_dir() or not os.access(options.output.parent, os.W_OK):
+        found = "a directory" if options.output.is_dir() else "that its directory is not"
         raise Refused(
-            f"Expected {str(options.output)!r} to be a file to write, in a directory that exists, "
-            f"found {found}. Name a file, and make its directory first."
+            f"Expected {str(options.output)!r} to be a file, in a directory that exists and can be "
+            f"written to, found {found}. Name a file, and make its directory first."
         )
 
     import torch

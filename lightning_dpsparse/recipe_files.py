@@ -32,13 +32,28 @@ def find_recipe(name_or_path: str) -> Path:
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
-    close = get_close_matches(Path(name_or_path).stem, shipped, n=3)
-    remedy = f"Did you mean {' or '.join(close)}? " if close else ""
     raise Refused(
-        f"Expected the path of a recipe or the name of one that comes with the package, found "
-        f"{name_or_path!r}: there is no such file or name. {remedy}The names are "
-        f"{', '.join(shipped)}."
+        "Expected the path of a recipe or the name of one that comes with the package, found "
+        f"{name_or_path!r}: there is no such file or name. {_suggest_names(name_or_path)}"
     )
+
+
+def recipe_text(name: str) -> str:
+    """The YAML text of a shipped recipe."""
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise Refused(
+            "Expected the name of a recipe that comes with the package, found "
+            f"{name!r}: there is no such name. {_suggest_names(name)}"
+        )
+    return shipped[name].read_text(encoding="utf-8")
+
+
+def _suggest_names(word: str) -> str:
+    names = list(shipped_recipes())
+    close = get_close_matches(Path(word).stem, names, n=3)
+    question = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"{question}The names are {', '.join(names)}."
 
 
 def list_recipes() -> str:

@@ -43,10 +43,10 @@ def usage_error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["recipes", "dlrm"], "found 'dlrm': there is no such file or name. Did you mean dlrm_l"),
+        (["recipes", "dlrm"], "found 'dlrm': there is no such name. Did you mean dlrm_l"),
         (["prepare", "criteo", "nowhere.txt", "--output", "out"], "a Criteo file at 'nowhere.txt'"),
         (["consolidate", "nowhere", "whole.ckpt"], "found no such directory at 'nowhere'"),
-        (["consolidate", "nowhere", "no_folder/whole.ckpt"], "its directory does not exist"),
+        (["consolidate", "nowhere", "no_folder/whole.ckpt"], "found that its directory is not"),
         (["consolidate", "nowhere", "."], "found a directory"),
         (["report", "nowhere"], "privacy_report.json in nowhere or below, found none"),
         (["fit", "--config", "nowhere.yaml"], "found 'nowhere.yaml': there is no such file"),

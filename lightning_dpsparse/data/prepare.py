@@ -10,6 +10,7 @@ it. Malformed lines are left out, and counted by reason.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,21 +70,25 @@ def prepare_criteo(
             f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a "
             f"missing value), found {list(num_rows)}. Give one number for all, or one for each."
         )
-    if not source.is_file():
-        raise Refused(f"Expected a Criteo file at {str(source)!r}, found none. Check the path.")
+    if not source.is_file() or not os.access(source, os.R_OK):
+        raise Refused(
+            f"Expected a Criteo file at {str(source)!r}, found none that can be read. Check the "
+            "path and its permissions."
+        )
     if source.stat().st_size == 0:
         raise Refused(
             f"Expected a Criteo file, found {str(source)!r} empty. Download or unpack it again."
         )
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refused(
-            f"Expected a directory to write to at {str(output)!r}, found that it cannot be made "
-            f"({error.strerror}). Name another one."
-        ) from error
     # An interrupted run leaves no result that is half written.
     partial = output / f"{EXAMPLES_FILE}.partial"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise Refused(
+            f"Expected a directory to write to at {str(output)!r}, found that it cannot be made or "
+            f"written to ({error.strerror}). Name another one."
+        ) from error
     malformed = {"with a wrong number of columns": 0, "with a bad label": 0}
     malformed |= {"with a bad integer": 0, "with a bad token": 0}
     examples = clicks = 0

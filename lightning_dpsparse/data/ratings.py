@@ -8,6 +8,7 @@ read here.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -66,11 +67,11 @@ def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
 
 def _ratings_file(path: Path) -> Path:
     for file in (path, path / "ratings.csv", path / "ratings.dat"):
-        if file.is_file() and file.suffix in _SEPARATOR:
+        if file.is_file() and file.suffix in _SEPARATOR and os.access(file, os.R_OK):
             return file
     raise Refused(
         f"Expected MovieLens at {str(path)!r}, a folder with ratings.csv and movies.csv (20M, "
-        "latest) or ratings.dat and movies.dat (1M), found none. Get it from "
+        "latest) or ratings.dat and movies.dat (1M), found none that can be read. Get it from "
         "https://grouplens.org/datasets/movielens/ and unpack it."
     )
 

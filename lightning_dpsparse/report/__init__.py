@@ -82,7 +82,7 @@ def read(folder: Path) -> dict[str, Any]:
         )
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
         raise Refused(
