@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attr
@@ -109,6 +110,7 @@ def truncated_poisson_gaussian(
     )
 
 
+@lru_cache(maxsize=256)  # it is asked for in every step, and has a number for every example
 def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: float) -> DpEvent:
     """The event of a noisy sum over a Poisson sample of examples, where users are protected.
 
