@@ -1,4 +1,4 @@
-"""A private run: its data, its ledger, its selection of rows and its evidence, joined.
+"""A private run: its data, its ledger, its mechanism's state and its evidence, joined.
 
 A claim of privacy is true only if several things agree: who is drawn for a step, what is charged
 for it, and what the step does. Each of them has a class of its own, and a `PrivateRun` brings them
@@ -7,6 +7,7 @@ together for one `fit`:
 - `run_data.RunData`: the loader, and who is drawn.
 - `run_ledger.RunLedger`: the ledger, the journal and the budget.
 - `run_selection.RunSelection`: rows that are selected by the data.
+- `run_mechanism.RunMechanism`: what the mechanism keeps from one run to the next.
 - `evidence.Evidence`: what the report says, and where the weights came from.
 
 `PrivateRun.start` is called once, before the first step: there the plan meets its data. From then
@@ -34,6 +35,7 @@ from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter, is_probed
 from lightning_dpsparse.plugin.run_data import RunData
 from lightning_dpsparse.plugin.run_ledger import RunLedger
+from lightning_dpsparse.plugin.run_mechanism import RunMechanism
 from lightning_dpsparse.plugin.run_selection import RunSelection
 from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.private import PrivateSteps
@@ -60,12 +62,12 @@ class PrivateRun:
         self.ledger = RunLedger(trainer, folder, self.evidence.taint)
         self.data = RunData(trainer, self._key, lambda: self.budget.step)
         self.selection = RunSelection(self._key)
+        self.mechanism = RunMechanism()
         self.stepper: PrivateSteps | None = None
         """Takes the steps; None before the run has started and after it was closed."""
         self.perimeter: Perimeter | None = None
         """Watches the steps; None before the run has started."""
         self._counts_rows = self._diagnoses = False
-        self._state_before: Mapping[str, Any] | None = None
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -100,7 +102,7 @@ class PrivateRun:
         self.ledger.restore(kept)
         self.evidence.restore(kept)
         self.selection.restore(kept.get("selection"))
-        self._state_before = kept.get("mechanism")
+        self.mechanism.restore(kept.get("mechanism"))
 
     def start(self, module: LightningModule) -> None:
         """Resolve the plan, open ledger and journal, and be ready for the first step."""
@@ -145,8 +147,7 @@ class PrivateRun:
             diagnose=self._diagnoses,
             probe=probe if is_probed(run.plan) else None,
         )
-        if self._state_before is not None:
-            _restore_state(self.stepper, self._state_before)
+        self.mechanism.open(run.plan.mechanism, self.stepper.state)
         self.selection.open(self.stepper.state)
         self.perimeter = Perimeter(
             run.plan,
@@ -169,7 +170,7 @@ class PrivateRun:
         """What the next run goes on from: plain Python values, and no secret."""
         return {
             **self.ledger.kept(),
-            "mechanism": self._state_before if self.stepper is None else _kept_of(self.stepper),
+            "mechanism": self.mechanism.kept(),
             "selection": self.selection.kept(),
             **self.evidence.kept(),
         }
@@ -195,18 +196,6 @@ class PrivateRun:
         if self.stepper is not None:
             self.stepper.close()
         self.stepper = None
-
-
-def _kept_of(stepper: PrivateSteps) -> dict[str, Any]:
-    """What the mechanism keeps of the steps so far, under its name."""
-    state = stepper.state
-    return {"of": type(state.mechanism).__name__, "state": state.state()}
-
-
-def _restore_state(stepper: PrivateSteps, kept: Mapping[str, Any]) -> None:
-    """Give the mechanism what it kept before, unless that was another mechanism's."""
-    if kept["of"] == type(stepper.state.mechanism).__name__:
-        stepper.state.restore(kept["state"])
 
 
 def _tell_of_changes(run: RunPlan, ledger: Ledger) -> None:
