@@ -39,11 +39,10 @@ def train(
     """Runs inside a rank. Returns the weights at the start and at the end."""
     torch.manual_seed(0)
     module, rank = OnlyNoise(), torch.distributed.get_rank() if world > 1 else None
-    trainer = make_trainer(
-        world, placement, SGD, privacy=PLAN, max_steps=steps, default_root_dir=str(folder)
-    )
+    settings = {"max_epochs": -1, "max_steps": steps, "default_root_dir": str(folder)}
+    trainer = make_trainer(world, placement, SGD, privacy=PLAN, **settings)
     ckpt_path = None if resume is None else str(folder / resume)
-    trainer.fit(module, Batches([[3, 2]] * steps, rank), ckpt_path=ckpt_path)
+    trainer.fit(module, Batches([[3, 2]] * 2, rank), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / f"after-{steps}.ckpt")
     return {"start": module.start, "end": snapshot(module)}
 
