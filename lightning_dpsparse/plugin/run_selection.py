@@ -4,30 +4,35 @@ Selecting rows by private data is a release of its own, and costs privacy. The s
 says before which steps rows are selected (`RunPlan.selects_before`), and the budget charges for
 that with the step. A run that goes on from an earlier one keeps the rows that were selected then.
 If it cannot, because the plan selects in another way now, one more selection is overdue: it is
-charged here, before the first step. `selecting.RowSelector` does the selecting itself.
+charged here, before the first step. `mechanisms/selection` does the selecting itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import BudgetSpentError
 from lightning_dpsparse.engine.state import MechanismState
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import PublicFrequencies
+from lightning_dpsparse.mechanisms.selection.selector import RowSelector
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import Users
 from lightning_dpsparse.plugin.evidence import Evidence
 from lightning_dpsparse.plugin.private_data import SampledData
-from lightning_dpsparse.plugin.selecting import RowSelector
 from lightning_dpsparse.run_plan import RunPlan
-from lightning_dpsparse.sharded.process_group import from_rank_zero
-from lightning_dpsparse.sharded.shared_rows import share_a_row
+from lightning_dpsparse.sharded.features import features_of, public_tables
+from lightning_dpsparse.sharded.process_group import from_rank_zero, sum_over_ranks
+from lightning_dpsparse.sharded.shared_rows import check_one_table_each, share_a_row
+
+T = TypeVar("T")
 
 
 class RunSelection:
@@ -53,12 +58,18 @@ class RunSelection:
         unit = run.plan.unit
         examples = unit.max_examples if isinstance(unit, Users) else 1
         source = run.plan.make_source(self._key)
-        self._selector = RowSelector(selection, module, source, examples)
+        if selection.maps_to_one_row:
+            check_one_table_each(module)
+        self._selector = RowSelector(
+            selection, public_tables(module), source, examples, _RanksAndModule(module)
+        )
         if isinstance(selection.frequencies, PublicFrequencies):
             self._selector.select_by_public_counts(selection.frequencies)
             evidence.declare_public(selection.frequencies.trusted)
+            self._announce()
         elif self._before and self._before["of"] == repr(selection):
             self._selector.restore(self._before)
+            self._announce()
         elif not run.selects_before(ledger.position):
             self.is_overdue = True
             _charge(run, ledger)
@@ -74,19 +85,39 @@ class RunSelection:
         Where periods of the data count apart, the data of this step's period is counted.
         """
         assert self._selector is not None
+        assert sampled.in_order is not None
         phase = run.phase(step) if run.is_release_renewed else None
-        self._selector.select_from(
-            sampled,
-            phase,
-            strategy.root_device,
-            release=step,
-            quiet=not strategy.is_global_zero,
-        )
+        what = "Counting ids" if phase is None or phase.name is None else f"Counting {phase.name}"
+        quiet = not strategy.is_global_zero
+        batches = tqdm(sampled.in_order(phase), what, delay=1.0, leave=False, disable=quiet)
+        features = map(features_of, batches)
+        self._selector.select_by_data(features, strategy.root_device, release=step)
+        self._announce()
         self.is_overdue = False
+
+    def _announce(self) -> None:
+        if self._selector is not None:
+            rank_zero_info(self._selector.summary())
 
     def kept(self) -> dict[str, Any] | None:
         """The selected rows, for whoever goes on from this run; None if none were selected."""
         return None if self._selector is None else self._selector.state()
+
+
+class _RanksAndModule:
+    """The other ranks, and the module whose tables hear of the rows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        return from_rank_zero(make)
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        sum_over_ranks(tensor)
+
+    def share_a_row(self, rows: Mapping[str, Tensor], row_for_others: int | None) -> None:
+        share_a_row(self._module, rows, row_for_others)
 
 
 def _charge(run: RunPlan, ledger: Ledger) -> None:

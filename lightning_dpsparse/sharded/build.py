@@ -19,6 +19,7 @@ from lightning_dpsparse.sharded.ids import IdCheck
 from lightning_dpsparse.sharded.placement import Placement, describe, make_plan, make_sharders
 from lightning_dpsparse.sharded.refusals import check_plan, check_tables
 from lightning_dpsparse.sharded.shards import initialise_shards, load_whole_tables
+from lightning_dpsparse.sharded.upstream import check_was_cut
 
 
 def divide_gradients_by_world_size(enabled: bool) -> None:
@@ -53,6 +54,8 @@ def shard_tables(
         init_data_parallel=False,
         init_parameters=False,
     )
+    for collection in sharded_collections(module).values():
+        check_was_cut(collection)
     initialise_shards(module, _common_seed())
     load_whole_tables(module, existing)
     for collection in sharded_collections(module).values():

@@ -39,8 +39,6 @@ class PrivateLookup(nn.Module):
     instead.
     """
 
-    _is_weighted = False
-
     def reset_parameters(self) -> None:
         """Do nothing: see above."""
 
@@ -69,6 +67,8 @@ class PrivateLookup(nn.Module):
         self.path = upstream.path_of(self)
         """Where the collection lies in its module."""
         upstream.check_collection(self, is_pooled=is_pooled(self))
+        self.is_weighted = is_pooled(self) and upstream.is_weighted(self)
+        """Whether ids come with weights."""
         self.kernels = [
             [Kernel(module, self._pieces(module)) for module in modules]
             for modules in upstream.kernel_modules(self)
@@ -122,7 +122,7 @@ class PrivateLookup(nn.Module):
         empty = KeyedJaggedTensor(
             keys=keys,
             values=nothing.long(),
-            weights=nothing if self._is_weighted else None,
+            weights=nothing if self.is_weighted else None,
             lengths=torch.zeros(len(keys) * num_examples, dtype=torch.int64, device=device),
             stride=num_examples,
         )
@@ -178,7 +178,7 @@ class _Cut:
             self._kernel.layout,
             features.values().long(),
             features.offsets().long(),
-            features.weights_or_none() if collection._is_weighted else None,
+            features.weights_or_none() if collection.is_weighted else None,
         )
         state.before_read(self._bags, reading)
         if reading is Reading.IDS:

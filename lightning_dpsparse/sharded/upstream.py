@@ -41,11 +41,16 @@ def required(owner: Any, attribute: str) -> Any:
         return getattr(owner, attribute)
     except AttributeError as error:
         kind = owner if isinstance(owner, type) else type(owner)
-        raise Refused(
-            f"Expected an attribute {attribute!r} of {kind.__module__}.{kind.__qualname__}, found "
-            f"none in {show_versions(installed_versions())}: private training depends on it. "
-            f"Install versions that are supported: {show_supported()}."
-        ) from error
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise missing(f"an attribute {attribute!r} of {name}") from error
+
+
+def missing(what: str) -> Refused:
+    """The refusal of an upstream version that lacks something."""
+    return Refused(
+        f"Expected {what}, found none in {show_versions(installed_versions())}: private training "
+        f"depends on it. Install versions that are supported: {show_supported()}."
+    )
 
 
 def check_collection(collection: nn.Module, *, is_pooled: bool) -> None:
@@ -58,15 +63,28 @@ def check_collection(collection: nn.Module, *, is_pooled: bool) -> None:
             for table in tables_of(module):
                 shard_offset_of(table)
                 has_all_columns(table)
+    if is_pooled:
+        is_weighted(collection)
     # Input distributions are made in the first forward pass. Until then, ask their class.
     required(collection, "_input_dists")
     if "stagger" not in inspect.signature(KJTAllToAll).parameters:
-        required(KJTAllToAll, "stagger")
+        raise missing("an argument 'stagger' of torchrec's KJTAllToAll")
+
+
+def check_was_cut(collection: nn.Module) -> None:
+    """Refuse a version of TorchRec that never called the method in which lookups are cut."""
+    if not hasattr(collection, "kernels"):
+        raise missing(f"a call of {type(collection).__name__}._create_lookups in torchrec")
 
 
 def path_of(collection: nn.Module) -> str:
     """Where the collection lies in its module."""
     return str(required(collection, "_module_fqn"))
+
+
+def is_weighted(collection: nn.Module) -> bool:
+    """Whether the ids of a pooled collection come with weights."""
+    return bool(required(collection, "_is_weighted"))
 
 
 def configs_of(collection: nn.Module, *, is_pooled: bool) -> list[BaseEmbeddingConfig]:
