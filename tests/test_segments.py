@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,8 +23,7 @@ from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.accounting.ledger import Journal, Ledger
 from lightning_dpsparse.accounting.privacy_loss import COARSE
 from lightning_dpsparse.budget import AHEAD, Budget, BudgetSpentError, forecast
-from lightning_dpsparse.engine.mechanism import Draw, Mechanism, noise_on_rows
-from lightning_dpsparse.engine.rows import RowGradient
+from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.report.facts import make_facts
 from lightning_dpsparse.run_plan import RunPlan, resolve
@@ -48,9 +46,6 @@ class Correlated(Mechanism):
         assert schedule.planned_steps is not None
         steps = max(0, min(steps, schedule.planned_steps - first_step))
         return [Charge(price(noise_multiplier, steps), steps, 1)] if steps else []
-
-    def updates(self, clipped: RowGradient, num_rows: int, draw: Draw) -> Iterator[RowGradient]:
-        return noise_on_rows(clipped, draw)
 
 
 def price(noise_multiplier: float, steps: int) -> DpEvent:

@@ -81,4 +81,4 @@ def report_main(argv: list[str]) -> None:
     folder = found[-1].parent
     facts = report.read(folder)
     report.write(facts, folder)
-    print(json.dumps(facts, indent=2) if options.json else words.reported(facts, folder))
+    print(json.dumps(facts, indent=2) if options.json else words.reported_text(facts, folder))

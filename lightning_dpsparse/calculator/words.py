@@ -54,7 +54,7 @@ def account_in_words(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def reported(facts: dict[str, Any], folder: Path) -> str:
+def reported_text(facts: dict[str, Any], folder: Path) -> str:
     """What a privacy report says, in short."""
     guarantee, ran = facts["guarantee"], facts["ran"]
     epsilon = math.inf if guarantee["epsilon"] is None else guarantee["epsilon"]
