@@ -30,7 +30,7 @@ class FromZero(SmallModule):
     def on_fit_start(self) -> None:
         with torch.no_grad():
             for _, kernel in local_kernels(self):
-                for weight in kernel.split_embedding_weights():
+                for weight in kernel.table_weights():
                     weight.zero_()
 
     def on_after_backward(self) -> None:

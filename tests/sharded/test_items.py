@@ -13,9 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_dpsparse import LazyDP, Placement, TablePlacement
 from lightning_dpsparse.sharded import items
-from lightning_dpsparse.sharded.collections import sharded_collections, weight_of
+from lightning_dpsparse.sharded.collections import weight_of
 from lightning_dpsparse.sharded.items import ItemTable
 from lightning_dpsparse.sharded.shards import TableShard, load_whole_tables, local_shards
+from lightning_dpsparse.sharded.shared_rows import share_a_row
 from tests.support.naive_step import Batches, plan
 from tests.support.plain_training import SGD
 from tests.support.ranks import Ranks
@@ -254,8 +255,7 @@ def test_what_cannot_be_answered_is_refused() -> None:
 def ask_with_shared_rows(placement: Placement) -> None:
     module = sharded(1, placement, with_ties(ROWS, WIDTH, seed=0))
     names = [f"ebc.embedding_bags.{name}.weight" for name in ("item", "other")]
-    for collection in sharded_collections(module).values():
-        collection.select_rows(dict.fromkeys(names, torch.arange(5)), row_for_others=0)
+    share_a_row(module, dict.fromkeys(names, torch.arange(5)), 0)
     ItemTable(module, "item").top_k(torch.zeros(1, WIDTH), 1)
 
 
