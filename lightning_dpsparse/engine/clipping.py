@@ -1,4 +1,12 @@
-"""From norms to factors that bound every example's gradient."""
+"""Clip factors: from the norm of every example's gradient to a factor that bounds it.
+
+Noise can hide one example in a sum only if that example cannot move the sum far. So each gradient
+is multiplied by a factor that makes its norm at most the clip norm C. The classes below differ in
+how they choose the factor. Where a user is protected, everything here holds for the summed
+gradient of the user's examples.
+
+Read next: `norms.py`, the norms of tables; `ghost.py`, those of dense layers; `step.py`, their use.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +25,27 @@ from lightning_dpsparse.refused import Refused
 
 
 class Clipping(ABC):
-    """Factors f with sum over groups k of (f_kb n_kb)^2 <= C^2 for every example b."""
+    """Chooses factors f with sum over groups k of (f_kb n_kb)^2 <= C^2 for every example b."""
 
     @property
     def num_groups(self) -> int:
         return 1
 
     def groups_of(self, names: list[str]) -> list[int]:
-        """The group of each table or dense parameter."""
+        """Return the group of each table or dense parameter, a number below `num_groups`."""
         return [0] * len(names)
 
     @abstractmethod
     def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
-        """Factors (K, B) from squared norms (K, B), for C of all examples or of each, (B,)."""
+        """Compute factors (K, B) from squared norms (K, B).
+
+        `clip_norm` is one C for all examples, or one C for each of them, (B,).
+        """
 
 
 @dataclass(frozen=True)
 class FlatClipping(Clipping):
-    """One norm over all parameters of an example.
+    """Clips by one norm over all parameters of an example.
 
     f_b = min(1, C / n_b), and f_b = 0 where n_b is not finite.
 
@@ -51,7 +62,7 @@ class FlatClipping(Clipping):
 
 @dataclass(frozen=True)
 class AutomaticClipping(Clipping):
-    """Every gradient is scaled to a norm just under C, however small it was.
+    """Scales every gradient to a norm just under C, however small it was.
 
     f_b = C / (n_b + stability), and f_b = 0 where n_b is not finite.
 
@@ -74,15 +85,17 @@ class AutomaticClipping(Clipping):
 
 @dataclass(frozen=True)
 class GroupClipping(Clipping):
-    """A norm for each group of parameters, with C_k = C share_k and shares normalised.
+    """Clips each group of parameters by a norm of its own.
 
+    C_k = C share_k, where the shares are scaled so that their squares add up to one.
     f_kb = min(1, C_k / n_kb), with sum_k C_k^2 = C^2, and f_kb = 0 where n_kb is not finite.
 
     Guarantees: sum_k (f_kb n_kb)^2 <= C^2, so the noise that goes with C covers it.
     """
 
     shares: Mapping[str, float]
-    """Pattern of names (as in a shell) to the group's share. The first match counts."""
+    """The share of each group, by a pattern of parameter names (as in a shell). A name belongs to
+    the first pattern that matches it."""
 
     def __post_init__(self) -> None:
         if not self.shares or min(self.shares.values()) <= 0:
@@ -112,14 +125,15 @@ class GroupClipping(Clipping):
 
 
 def _shrink(squares: Tensor, bound: float | Tensor) -> Tensor:
-    # An infinite bound clips nothing; inf / 0 is clamped to one all the same.
+    # An infinite bound clips nothing: inf / n is clamped to one. The norm zero is raised to a
+    # tiny number first, so that its factor is one as well.
     norms = squares.sqrt().clamp_min_(torch.finfo(squares.dtype).tiny)
     return _finite(norms.reciprocal_().mul_(bound).clamp_max_(1.0))
 
 
 def _finite(factors: Tensor) -> Tensor:
-    """An example whose gradient overflowed or is not a number counts nothing.
+    """Set factors that are not numbers to zero, so that these examples count nothing.
 
-    C / inf is zero by itself.
+    An example whose norm is infinite has the factor zero already, because C / inf is zero.
     """
     return factors.nan_to_num_(nan=0.0, posinf=torch.inf)

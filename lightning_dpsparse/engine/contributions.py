@@ -1,4 +1,12 @@
-"""Who read which row: every pair of a unit and a row once, however often it was read."""
+"""Who read which row: every pair of a unit and a row counts once, however often it was read.
+
+A mechanism that chooses rows by how many units read them must bound what one unit can add to these
+counts. Unit b has the indicator vector v_b, which is one on every row that the unit read. Its norm
+has to be clipped, and noise is added to the weighted sum of these vectors. Neither needs a vector
+as long as a table. `pair_norms` computes the norm of the unit's gradient on the row of each pair.
+
+Read next: `mechanisms/adafest.py`, which uses the counts; `mechanisms/exponential.py`, the norms.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +26,25 @@ class Contributions(Protocol):
     """The indicator vectors v_b of all units, over the rows of one kernel that anybody read."""
 
     def square_norms(self, counts_U: Tensor | None = None) -> Tensor:
-        """||v_b||^2: how many rows each unit read, (B,). With `counts_U` only rows it holds."""
+        """Compute ||v_b||^2, the number of rows that each unit read, (B,).
+
+        With `counts_U`, a mask over the rows, only rows where it is true are counted.
+        """
         ...
 
     def sums(self, weight_B: Tensor) -> Tensor:
-        """sum_b w_b v_b, (U,)."""
+        """Compute sum_b w_b v_b, (U,)."""
         ...
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Unit and row of every contribution."""
+    """Contributions as a list of pairs: one entry for every unit and row that the unit read."""
 
     position_P: Tensor
-    """Where the row stands in `bags.runs.row_U`."""
+    """Position of the row of each pair in `bags.runs.row_U`."""
     unit_P: Tensor
-    """The example, or the leader of its unit."""
+    """The unit of each pair: the index of the first example of that unit."""
     num_rows: int
     num_examples: int
 
@@ -48,7 +59,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class OneEach:
-    """Every example read one row of every table: most of it need not be looked at."""
+    """Contributions where every example read one row of every table, so that counts are known."""
 
     bags: Bags
 
@@ -71,7 +82,7 @@ class OneEach:
 def contributions(
     bags: Bags, first_of_unit_B: Tensor | None = None, among_U: Tensor | None = None
 ) -> Contributions:
-    """Of all rows that were read, or of those that `among_U` holds."""
+    """Return the contributions to all rows that were read, or to those where `among_U` is true."""
     if bags.reads_every_table_once and first_of_unit_B is None and among_U is None:
         return OneEach(bags)
     pairs = _pairs(bags, first_of_unit_B)
@@ -92,14 +103,14 @@ def _pairs(bags: Bags, first_of_unit_B: Tensor | None) -> Pairs:
 
 
 def _in_order(bags: Bags, first_of_unit_B: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Row and unit of every lookup, sorted by row."""
+    """Return the row (its position in `row_U`) and the unit of every lookup, sorted by row."""
     example_L = bags.bag_L[bags.runs.order_L] % max(1, bags.num_examples)
     unit_L = example_L if first_of_unit_B is None else first_of_unit_B[example_L]
     return bags.runs.sorted_position_L, unit_L
 
 
 class PairNorms(NamedTuple):
-    """|| g_b on row r || for every pair of a unit and a row that it read."""
+    """The norm || g_b on row r || for every pair of a unit b and a row r that the unit read."""
 
     position_P: Tensor
     unit_P: Tensor
@@ -107,7 +118,10 @@ class PairNorms(NamedTuple):
 
 
 def pair_norms(lookup: Lookup, first_of_unit_B: Tensor | None = None) -> PairNorms:
-    """Lookups of one row by one unit add up before their norm is taken."""
+    """Compute the norm of every unit's gradient on every row that the unit read.
+
+    Lookups of one row by one unit add up before their norm is taken.
+    """
     bags, layout = lookup.bags, lookup.layout
     position_L, unit_L = _in_order(bags, first_of_unit_B)
     if layout.is_pooled and bags.reads_every_table_once and first_of_unit_B is None:
@@ -119,7 +133,7 @@ def pair_norms(lookup: Lookup, first_of_unit_B: Tensor | None = None) -> PairNor
         if lookup.coefficient_L is not None:
             norm_L *= lookup.coefficient_L.abs()
         return PairNorms(position_L, unit_L, norm_L[bags.runs.order_L])
-    # Sorted by row, the lookups of a table lie side by side.
+    # The lookups are sorted by row, so those of one table lie side by side.
     rows_before = torch.searchsorted(
         bags.runs.row_U, bags.runs.row_U.new_tensor(layout.first_row)
     ).tolist()

@@ -1,7 +1,12 @@
-"""In which numbers a dense weight's gradient is clipped and released.
+"""The numbers in which a dense weight's gradient is clipped and released.
 
-By default in its own. A `DenseMechanism` may choose fewer for some layers, from the weights as they
-are: these were released in earlier steps, so what is made of them costs nothing (post-processing).
+By default these are the numbers of the gradient itself, one for each weight. Noise falls on all of
+them, so a `DenseMechanism` may choose a form with fewer numbers for some layers, for example the
+gradient in a few directions. It chooses them from the current weights: these were released in
+earlier steps, so what is computed from them costs nothing (post-processing).
+
+Read next: `mechanisms/lsg.py` and `mechanisms/sparse_dpsgd.py`, two such mechanisms; `ghost.py`,
+where forms are used.
 """
 
 from __future__ import annotations
@@ -24,48 +29,54 @@ from lightning_dpsparse.refused import Refused
 class Form(ABC):
     """A linear map from the gradient of one weight to the numbers that a step releases of it.
 
-    Example b has the gradient G_b = sum_t g_bt a_bt^T. It is never built where its factors will do.
+    Example b has the gradient G_b = sum_t g_bt a_bt^T. It is never built where its
+    factors g and a suffice.
     """
 
     size: int
-    """How many numbers."""
+    """Number of numbers that a step releases."""
 
     @abstractmethod
     def square_norms(self, positions: Positions, first_of_unit_B: Tensor | None) -> Tensor:
-        """|| form(G_b) ||^2, (B,); with `first_of_unit_B` those of units, at their leaders."""
+        """Compute || form(G_b) ||^2 for every example, (B,).
+
+        With `first_of_unit_B`, b is a unit: its square stands at the first example of its unit, and
+        all other examples have zero.
+        """
 
     @abstractmethod
     def weighted_sum(self, positions: Positions, factors_B: Tensor, out: Tensor) -> None:
-        """sum_b f_b form(G_b), into `out`, (size,)."""
+        """Write sum_b f_b form(G_b) into `out`, (size,)."""
 
     @abstractmethod
     def rebuild(self, released: Tensor) -> Tensor:
-        """From the released numbers, what the optimizer gets: (O, I)."""
+        """Compute the gradient that the optimizer gets, (O, I), from the released numbers."""
 
 
 class DenseMechanism:
-    """What happens to dense layers. A frozen description.
+    """A frozen description of what is released of dense layers.
 
-    Clipping is joint: one norm over tables and everything that is released of dense layers. So
-    whatever the forms are, a step costs what the plan's mechanism says.
+    Clipping is joint: one norm covers the tables and everything that is released of dense layers.
+    So a step costs what the plan's mechanism says, whatever the forms are.
     """
 
     def layers_of(self, module: nn.Module) -> dict[str, int]:
-        """Paths of layers that have forms, each with how many columns belong to one input."""
+        """Return how many columns belong to one input, for the path of every layer with a form."""
         return {}
 
     def form(
         self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
     ) -> Form | None:
-        """The form of one of them in this step, the same on every rank; None is as it is.
+        """Return the form of one weight in this step, the same on every rank.
 
-        `noise` draws what is random about it, apart from the noise on gradients.
+        None means that the weight is released as it is. `noise` draws what is random about the form
+        itself; the noise on gradients is added elsewhere.
         """
         return None
 
 
 class DenseForms:
-    """A mechanism that met its model: the forms of its layers, step by step."""
+    """The forms that a dense mechanism gives to the layers of one model, step by step."""
 
     def __init__(
         self,
@@ -78,11 +89,11 @@ class DenseForms:
         self._layers: dict[str, tuple[Tensor, int]] = {}
         for path, columns in mechanism.layers_of(module).items():
             weight = module.get_parameter(f"{path}.weight")
-            self._layers[names[id(weight)]] = weight, columns  # layers that share one have it once
+            self._layers[names[id(weight)]] = weight, columns  # a shared weight is listed once
 
     @torch.no_grad()
     def at(self, step: int, noise: NoiseSource) -> dict[str, Form]:
-        """By the weights as they are before this step."""
+        """Return the forms of this step, which are chosen from the weights before the step."""
         forms = {
             name: self._mechanism.form(name, weight.detach().flatten(1), columns, noise, step)
             for name, (weight, columns) in self._layers.items()
@@ -92,23 +103,23 @@ class DenseForms:
 
 @dataclass(frozen=True)
 class DenseGaussian(DenseMechanism):
-    """Noise on every number of every dense parameter: DP-SGD (arXiv:1607.00133)."""
+    """Adds noise to every number of every dense parameter: DP-SGD (arXiv:1607.00133)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnLayers(DenseMechanism):
-    """Chooses linear layers and convolutions by name; all else is as with `DenseGaussian`."""
+    """Chooses linear layers and convolutions by name; others are as with `DenseGaussian`."""
 
     layers: tuple[str, ...] = ("*",)
     """Patterns (as in a shell) of layers' paths in the module. Convolutions with groups are never
     among them, nor are biases, nor weights that are computed from other parameters."""
 
     exclude: tuple[str, ...] | None = None
-    """Patterns of layers that are left as they are. By default the last one, in the order in which
-    the module lists them: the one that makes the prediction."""
+    """Patterns of layers that are left as they are. By default this is the last layer that the
+    module lists, because it makes the prediction."""
 
     def __post_init__(self) -> None:
-        for field in ("layers", "exclude"):  # lists, from YAML
+        for field in ("layers", "exclude"):  # YAML gives lists
             value = getattr(self, field)
             if value is not None:
                 object.__setattr__(
@@ -121,7 +132,7 @@ class OnLayers(DenseMechanism):
             for path, layer in module.named_modules()
             if isinstance(layer, (nn.Linear, nn.Conv2d))
             and getattr(layer, "groups", 1) == 1
-            and isinstance(layer.weight, nn.Parameter)  # not of a parametrization
+            and isinstance(layer.weight, nn.Parameter)  # no parametrization computes it
             and layer.weight.requires_grad
         }
         exclude = list(found)[-1:] if self.exclude is None else self.exclude

@@ -1,4 +1,9 @@
-"""Noise for rows of a stack of tables, from the stream that belongs to them."""
+"""Noise for rows of a stack of tables, from the stream that belongs to them.
+
+Noise comes from named streams (`noise/keys.py`), and noise that must be independent may not share a
+name. Tables are cut over ranks and updated in stacks, so the name of a stream says which piece of
+which table it is for. This file puts the names together; `noise/sources.py` makes the draws.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +22,16 @@ from lightning_dpsparse.noise.sources import NoiseSource
 
 @dataclass(frozen=True)
 class StackNoise:
-    """Draws for one stack of tables on this rank: its owner draws, nobody else."""
+    """Draws noise for one stack of tables, on the rank that holds it and on no other."""
 
     source: NoiseSource
     stack: Stack
     table_names: Sequence[str]
-    """Of all tables of the kernel."""
+    """Names of all tables of the kernel."""
     shard_offsets: Sequence[tuple[int, int]]
-    """First row and column of each table's piece here."""
+    """First row and first column of each table's piece on this rank."""
     stream_table: int
-    """The table whose name the stream has, where all share one: it has rows here."""
+    """The table that names the stream where all tables share one. It has rows on this rank."""
 
     def fill_(
         self,
@@ -39,12 +44,13 @@ class StackNoise:
         stddev: float = 1.0,
         steps_U: Tensor | None = None,
     ) -> Tensor:
-        """Overwrite `out_UD` with N(0, stddev^2) for these rows, in increasing order.
+        """Overwrite `out_UD` with draws of N(0, stddev^2) for these rows, which are increasing.
 
-        (purpose, step, part) must be new with every call, unless the source is by row: then a draw
-        is a function of purpose, row and step alone, and `steps_U` may give each row its own step.
+        (purpose, step, part) must be new with every call, unless the source draws by row. In that
+        case a draw is a function of purpose, row and step alone, and `steps_U` may give each row a
+        step of its own.
         """
-        if not self.source.is_by_row:  # one stream for all
+        if not self.source.is_by_row:  # all rows share one stream
             stream = self._stream(self.stream_table, purpose, step, part)
             return self.source.fill_(out_UD, stream, stddev)
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):
@@ -61,7 +67,7 @@ class StackNoise:
     def dither_(
         self, out_UD: Tensor, purpose: str, step: int, rows_U: Tensor, *, part: int = 0
     ) -> Tensor:
-        """Overwrite `out_UD` with uniform draws between -1/2 and 1/2, named as in `fill_`."""
+        """Overwrite `out_UD` with uniform draws between -1/2 and 1/2, with names as in `fill_`."""
         if not self.source.is_by_row:
             return self.source.dither_(out_UD, self._stream(self.stream_table, purpose, step, part))
         for t, (start, stop) in enumerate(pairwise(self.stack.bounds(rows_U))):

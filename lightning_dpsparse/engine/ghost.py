@@ -1,8 +1,10 @@
 """Per-example or per-user norms and clipped sums of dense layers from one backward pass.
 
-The recorder leaves, for every call that read a parameter, its inputs and the gradient of its
-output. Norms come from these, and once the clip factors are known, so does the clipped sum: one
-matrix product per layer, the work of the ordinary weight gradient.
+Clipping needs the norm of every example's gradient, and building these gradients would take a copy
+of the dense layers per example. The recorder (`recorder.py`) keeps, for every call that read a
+parameter, its inputs and the gradient of its output. Norms are computed from these, and so is the
+clipped sum once the clip factors are known: it takes one matrix product per layer, which is the
+work of the ordinary weight gradient.
 
 References: Goodfellow 2015 (arXiv:1510.01799); Li et al. 2022, ghost clipping (arXiv:2110.05679);
 Bu et al. 2023, book-keeping (arXiv:2210.00038).
@@ -77,7 +79,7 @@ def _check_embedding(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def padding_rows(module: nn.Module) -> list[tuple[Tensor, int]]:
-    """Rows that stand for padding, and never learn."""
+    """Return every row that stands for padding, and so never learns, with its table's weight."""
     return [
         (layer.weight, layer.padding_idx)
         for layer in module.modules()
@@ -86,9 +88,9 @@ def padding_rows(module: nn.Module) -> list[tuple[Tensor, int]]:
 
 
 class DenseCapture(Recorder):
-    """What one forward and backward pass says about every example's dense gradient.
+    """Knows every example's dense gradient after one forward and backward pass.
 
-    A parameter is clipped and released in its own numbers, or in those of its form.
+    A parameter is clipped and released in its own numbers, or in those of its form (dense.py).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -97,7 +99,10 @@ class DenseCapture(Recorder):
         self._pieces: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def set_forms(self, forms: Mapping[str, Form]) -> None:
-        """Before the first forward pass of a step. Parameters without one are as they are."""
+        """Set the forms of a step, before its first forward pass.
+
+        Parameters without a form are released as they are.
+        """
         self._forms = dict(forms)
         if forms:
             self._pieces = None
@@ -105,11 +110,11 @@ class DenseCapture(Recorder):
     def square_norms(
         self, num_examples: int, first_of_unit_B: Tensor | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, squared norms (B,)) of what is released of every parameter that took part.
+        """Yield (name, squared norms (B,)) of what is released of every parameter that took part.
 
-        A parameter that was read in slices comes up once for each of them. With
-        `first_of_unit_B`, the first example of every example's unit, norms are those of a
-        unit's summed gradient: they stand at the leaders, and all other examples have zero.
+        A parameter that was read in slices comes up once for each slice. With `first_of_unit_B`,
+        the first example of every example's unit, norms are those of a unit's summed gradient: they
+        stand at the first example of the unit, and all other examples have zero.
         """
         for name in self._uses:
             live = self._live(name, num_examples)
@@ -119,17 +124,17 @@ class DenseCapture(Recorder):
 
     @property
     def size(self) -> int:
-        """Numbers that a step releases of all parameters."""
+        """Number of numbers that a step releases of all parameters together."""
         return sum(self._sizes())
 
     def new_flat(self) -> Tensor:
-        """Memory for what is released of all parameters, end to end."""
+        """Return new memory for what is released of all parameters, end to end."""
         first = next(iter(self.parameters.values()), torch.empty(0))
         return first.new_empty(self.size)
 
     def pieces(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each parameter's part of it."""
-        if self._pieces is None or self._pieces[0] is not flat:  # mostly the same memory again
+        """Return each parameter's part of `flat`, which has the size of `new_flat`."""
+        if self._pieces is None or self._pieces[0] is not flat:  # the memory is mostly the same
             named = zip(self.parameters.items(), flat.split(self._sizes()))
             self._pieces = (
                 flat,
@@ -138,13 +143,13 @@ class DenseCapture(Recorder):
         return self._pieces[1]
 
     def gradients(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with the gradient that was released of it."""
+        """Yield every parameter with the gradient that was released of it."""
         for name, piece in self.pieces(flat).items():
             parameter, form = self.parameters[name], self._forms.get(name)
             yield parameter, piece if form is None else form.rebuild(piece).view_as(parameter)
 
     def clipped_sum(self, name: str, factors_B: Tensor, out: Tensor) -> Tensor:
-        """sum_b f_b g_b for one parameter, into `out`; zero if no example touched it."""
+        """Write sum_b f_b g_b for one parameter into `out`; zero if no example touched it."""
         live = self._reached(name)
         if live and name in self._forms:
             self._forms[name].weighted_sum(_positions(live), factors_B, out)
@@ -169,11 +174,11 @@ class DenseCapture(Recorder):
         ]
 
     def _reached(self, name: str) -> list[tuple[str, Use]]:
-        """Uses that reached the loss."""
+        """Return the uses of a parameter whose outputs reached the loss."""
         return [pair for pair in self._uses.get(name, ()) if pair[1].gradient is not None]
 
     def _live(self, name: str, num_examples: int) -> list[tuple[str, Use]]:
-        """The same, each with the batch in front."""
+        """Return the uses that reached the loss, after a check that each has the batch in front."""
         live = self._reached(name)
         for _, use in live:
             assert use.gradient is not None
@@ -229,10 +234,10 @@ class DenseCapture(Recorder):
 
 
 def _weighted_sum(uses: list[tuple[str, Use]], factors_B: Tensor, out: Tensor) -> Tensor:
-    """sum_b f_b g_b of all these uses of one parameter, into `out`.
+    """Write sum_b f_b g_b over all these uses of one parameter into `out`.
 
-    The terms of an example or user may cancel. They are added before all others', or side by side,
-    so that little is lost while they stand: see `not_below_rounding`.
+    The terms of an example or user may cancel. They are added to each other before other terms are,
+    or directly one after another, so that little is lost to rounding: see `not_below_rounding`.
     """
     roles, flat = {role for role, _ in uses}, _flat(uses)
     if not uses:
@@ -251,19 +256,19 @@ def _weighted_sum(uses: list[tuple[str, Use]], factors_B: Tensor, out: Tensor) -
 
 
 def _flat(uses: list[tuple[str, Use]]) -> Product | None:
-    """The one use, if it has one position per example."""
+    """Return the use, if it is the only one and has one position per example."""
     first = uses[0][1] if len(uses) == 1 else None
     return first if isinstance(first, Product) and first.is_flat else None
 
 
 def _positions(uses: list[tuple[str, Use]]) -> Positions:
-    """The positions of all uses as those of one: their gradients add up before they are squared."""
+    """Join the positions of all uses, whose gradients add up before they are squared."""
     each = [use.positions() for _, use in uses if isinstance(use, Product)]
     return each[0] if len(each) == 1 else Positions(*_joined(each))
 
 
 def _pairs(uses: list[tuple[str, Use]]) -> tuple[Tensor, Tensor]:
-    """The same for ids and gradients of rows."""
+    """Join the ids and the gradients of all uses that read rows."""
     ids, g = _joined([use.pairs() for _, use in uses if isinstance(use, Rows)])
     return ids, g
 

@@ -1,4 +1,9 @@
-"""What autograd is about to do with a loss: the path that it takes, and where it ends."""
+"""What autograd is about to do with a loss: the path that it takes, and where it ends.
+
+Private training must know before a backward pass which tensors it will leave a gradient on, and
+whether the pass is one that was checked before. Both can be read off the graph that autograd keeps
+behind a loss. `sharded/backward_paths.py` compares the graphs of different steps.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph behind a loss. It is walked, not run: no value is looked at."""
+    """The graph behind a loss. Only its structure is read: no value is looked at."""
 
     signature: int
-    """The same for two losses that were computed by the same operations in the same order."""
+    """A number that is equal for two losses with the same operations in the same order."""
     leaves: tuple[Tensor, ...]
     """Tensors that the backward pass will leave a gradient on."""
 
 
 def graph_of(loss: Tensor) -> Graph:
-    """Some 25 microseconds for the graph of a DLRM."""
+    """Read the graph behind a loss. This takes some 25 microseconds for a DLRM."""
     if loss.grad_fn is None:
         return Graph(0, (loss,) if loss.requires_grad else ())
     waiting, seen, names, leaves = [loss.grad_fn], {loss.grad_fn}, [], []

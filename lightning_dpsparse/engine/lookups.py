@@ -1,4 +1,12 @@
-"""What one embedding kernel reads in a step, and the gradient that comes back to it."""
+"""What one embedding kernel reads in a step, and the gradient that comes back to it.
+
+A kernel holds this rank's part of several tables and reads rows of them for the examples of all
+ranks. `Layout` says how its tables and features lie, `Bags` which ids are read, and `Lookup` adds
+the gradients. An id names a row within its table's piece. Most work uses one numbering for all
+tables of the kernel: the rows of the first table come first, then those of the second, and so on.
+
+Read next: `norms.py` and `rows.py`, which compute norms and clipped sums from a `Lookup`.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +25,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """Neighbouring tables of one width, taken as one matrix with their rows numbered through."""
+    """Neighbouring tables of one width as one matrix, with one numbering for all their rows."""
 
     tables: range
     first_row: int
-    """Of the stack's first row, with all tables of the kernel numbered through."""
+    """Number of the stack's first row, with one numbering for all tables of the kernel."""
     starts: tuple[int, ...]
-    """Where each table begins in the stack, with the end."""
+    """First row of each table within the stack, and after the last one the end of the stack."""
 
     @property
     def num_rows(self) -> int:
         return self.starts[-1]
 
     def bounds(self, rows_U: Tensor) -> list[int]:
-        """Where each table begins among these sorted rows of the stack, with the end."""
+        """Find where each table begins among these sorted rows of the stack, and where all end."""
         if len(self.tables) == 1:
             return [0, rows_U.numel()]
         return _bounds(rows_U, self.starts)
@@ -38,24 +46,24 @@ class Stack:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a kernel lays out its features and tables. Fixed for a run."""
+    """How a kernel lays out its features and tables. It does not change during a run."""
 
     table_of_feature: tuple[int, ...]
     widths: tuple[int, ...]
-    """Columns of each table here."""
+    """Number of columns of each table on this rank."""
     num_rows: tuple[int, ...]
-    """Rows of each table here."""
+    """Number of rows of each table on this rank."""
     is_mean: bool = False
     """Whether the kernel itself divides a bag by its length."""
     is_stacked: bool = False
-    """Whether neighbouring tables of one width are updated as one matrix: fewer, larger calls."""
+    """Whether neighbouring tables of one width are updated as one matrix, in fewer calls."""
     is_pooled: bool = True
-    """Whether a bag's rows are added up. If not, the output is sequences: a row for every lookup,
-    in their order, and all tables have one width."""
+    """Whether a bag's rows are added up. If not, the output has one row for every lookup, in the
+    order of the lookups, and all tables have one width. Such output is called sequences."""
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
-        """Where each feature lies in the kernel's output."""
+        """The columns of each feature in the kernel's output."""
         slices, start = [], 0
         for table in self.table_of_feature:
             slices.append(slice(start, start + self.widths[table]))
@@ -71,17 +79,17 @@ class Layout:
 
     @property
     def shares_tables(self) -> bool:
-        """Whether some features read one table."""
+        """Whether two or more features read the same table."""
         return len(self.table_of_feature) > len(set(self.table_of_feature))
 
     @cached_property
     def has_feature_by_table(self) -> bool:
-        """Whether every table has one feature, in the tables' order."""
+        """Whether every table has one feature, and features are in the order of their tables."""
         return self.table_of_feature == tuple(range(len(self.widths)))
 
     @cached_property
     def first_row(self) -> tuple[int, ...]:
-        """Where each table's rows begin when all are numbered through."""
+        """First row of each table, and the end, with one numbering for all tables of the kernel."""
         starts = [0]
         for rows in self.num_rows:
             starts.append(starts[-1] + rows)
@@ -89,12 +97,12 @@ class Layout:
 
     @cached_property
     def first_row_of_feature(self) -> Tensor:
-        """Where the rows of each feature's table begin."""
+        """First row of each feature's table, with one numbering for all tables of the kernel."""
         return torch.tensor([self.first_row[t] for t in self.table_of_feature])
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """What an update is made of: stacks of tables, or single tables."""
+        """The stacks that are updated one by one. A stack may be a single table."""
         ends = [
             t + 1
             for t, width in enumerate(self.widths)
@@ -108,20 +116,21 @@ class Layout:
         return tuple(stacks)
 
     def stream_table(self, tables: range) -> int:
-        """The first of these tables that has rows here: whoever has them has them alone.
+        """Find the first of these tables that has rows on this rank.
 
-        Pieces without rows may begin at the same place on several ranks.
+        No other rank holds these rows, so a stream that is named after them is this rank's alone.
+        A piece without rows cannot name one: it may begin at the same place on several ranks.
         """
         return next((t for t in tables if self.num_rows[t]), tables.start)
 
     def cuts_of(self, row_U: Tensor) -> list[int]:
-        """Where each stack's rows begin among these sorted rows, with the end."""
+        """Find where each stack's rows begin among these sorted rows, and where all end."""
         if len(self.stacks) == 1:
             return [0, row_U.numel()]
         return [*_bounds(row_U, [stack.first_row for stack in self.stacks]), row_U.numel()]
 
     def by_stack(self, row_U: Tensor, cuts: list[int] | None = None) -> list[Tensor]:
-        """Sorted rows of the kernel as sorted rows of each of its stacks."""
+        """Turn sorted rows of the kernel into sorted rows of each of its stacks."""
         cuts = self.cuts_of(row_U) if cuts is None else cuts
         return [
             row_U[start:stop] - stack.first_row if stack.first_row else row_U[start:stop]
@@ -131,29 +140,32 @@ class Layout:
 
 @dataclass(frozen=True)
 class LookupsByRow:
-    """The lookups of some bags by row: each row once, and its lookups side by side."""
+    """The lookups of some bags by row: a row is listed once, and its lookups lie side by side."""
 
     row_U: Tensor
-    """Rows that were read, increasing, with all tables of the kernel numbered through."""
+    """Rows that were read, increasing, with one numbering for all tables of the kernel."""
     count_U: Tensor
-    """How many lookups each row has."""
+    """Number of lookups of each row."""
     order_L: Tensor
-    """The lookups, sorted by row; those of one row by their example."""
+    """The lookups, sorted by row; lookups of one row are sorted by their example."""
     sorted_position_L: Tensor
-    """Where the rows of the sorted lookups stand in `row_U`."""
+    """Position in `row_U` of the row of each of the sorted lookups."""
 
     @cached_property
     def start_U(self) -> Tensor:
-        """Where each row's lookups begin in `order_L`."""
+        """Position in `order_L` where each row's lookups begin."""
         return self.count_U.cumsum(0).sub_(self.count_U)
 
     @cached_property
     def position_L(self) -> Tensor:
-        """Where the row of each lookup stands in `row_U`."""
+        """Position in `row_U` of the row of each lookup, in the order of the bags."""
         return torch.empty_like(self.order_L).scatter_(0, self.order_L, self.sorted_position_L)
 
     def only(self, keep_U: Tensor) -> LookupsByRow:
-        """These rows alone, with their lookups. After one look at all rows, the work of the few."""
+        """Return these rows alone, with their lookups.
+
+        It looks at all rows once; all other work is on the rows that are kept.
+        """
         kept_K = keep_U.nonzero().squeeze(1)
         if kept_K.numel() == 0:  # often none passes a threshold
             return LookupsByRow(kept_K, kept_K, kept_K, kept_K)
@@ -166,7 +178,11 @@ class LookupsByRow:
 
 
 def by_row(row_L: Tensor, pieces: int = 1) -> LookupsByRow:
-    """In `pieces` equal pieces, if all rows of one come before those of the next."""
+    """Sort lookups by row.
+
+    `pieces` may exceed one if the lookups are that many pieces of equal length, and all rows of a
+    piece come before those of the next. The pieces are then sorted one by one.
+    """
     sorted_L, order_L = _stable_sort(row_L, pieces)
     row_U, position_L, count_U = torch.unique_consecutive(
         sorted_L, return_inverse=True, return_counts=True
@@ -175,17 +191,17 @@ def by_row(row_L: Tensor, pieces: int = 1) -> LookupsByRow:
 
 
 _MANY = 1 << 16
-"""Up to here numpy was seen to sort quicker than PyTorch's radix sort of integers on CPUs."""
+"""Up to this many numbers, numpy was measured to sort faster on CPUs than PyTorch's radix sort."""
 
 
 def _stable_sort(row_L: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
-    """Sorted rows, and where they came from. PyTorch's own where nothing is quicker."""
+    """Sort rows in the fastest way. Return them, and the position that each came from."""
     bits = row_L.numel().bit_length()
     if row_L.device.type != "cpu" or row_L.numel() > _MANY:
         sorted_L, order_L = torch.sort(row_L, stable=True)
         return sorted_L, order_L
-    # A row and its place in one number: no two are equal, and numpy's vectorised sort of numbers
-    # takes a third to half of the time of PyTorch's sort with places.
+    # A row and its position are packed into one number. No two such numbers are equal, and numpy's
+    # vectorised sort of them takes a third to half of the time of PyTorch's sort with positions.
     packed_L = (row_L << bits).bitwise_or_(torch.arange(row_L.numel()))
     packed_L = torch.from_numpy(np.sort(packed_L.view(pieces, -1).numpy(), axis=1)).view(-1)
     return packed_L >> bits, packed_L & ((1 << bits) - 1)
@@ -197,9 +213,9 @@ class Bags:
 
     layout: Layout
     ids_L: Tensor
-    """Rows within their table's piece on this rank."""
+    """The row that each lookup reads, within its table's piece on this rank."""
     offsets: Tensor
-    """Where each bag begins in ids_L, with the end: F * B + 1 numbers."""
+    """Position in ids_L where each bag begins, and the end of the last: F * B + 1 numbers."""
     weights_L: Tensor | None = None
 
     @property
@@ -226,7 +242,7 @@ class Bags:
 
     @cached_property
     def numbers_B(self) -> Tensor:
-        """How many numbers of the tables here each example read, as float32."""
+        """How many numbers each example read from this rank's tables, as float32."""
         widths_F = [self.layout.widths[table] for table in self.layout.table_of_feature]
         if self.is_one_hot:
             return self.offsets.new_full((self.num_examples,), sum(widths_F), dtype=torch.float32)
@@ -242,7 +258,7 @@ class Bags:
 
     @cached_property
     def row_L(self) -> Tensor:
-        """Rows with all tables of the kernel numbered through."""
+        """The row of each lookup, with one numbering for all tables of the kernel."""
         starts_F = self.layout.first_row_of_feature.to(self.ids_L.device)
         if self.is_one_hot:
             return (self.ids_L.view(len(starts_F), -1) + starts_F[:, None]).view(-1)
@@ -250,27 +266,28 @@ class Bags:
 
     @cached_property
     def runs(self) -> LookupsByRow:
-        """Lookups of a row lie in the order of their examples."""
+        """The lookups by row. Those of one row are in the order of their examples."""
         if not self.layout.shares_tables:
             is_in_pieces = self.is_one_hot and self.layout.has_feature_by_table
             return by_row(self.row_L, len(self.layout.widths) if is_in_pieces else 1)
-        # An example's lookups by several features may cancel: nobody else's come in between.
+        # An example's lookups of a row by several features may cancel. Sorting by example keeps
+        # them side by side, so that nothing else is added in between.
         by_example_L = torch.argsort(self.bag_L % max(1, self.num_examples), stable=True)
         runs = by_row(self.row_L[by_example_L])
         return replace(runs, order_L=by_example_L[runs.order_L])
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Where each stack's rows begin in `runs`, with the end."""
+        """Position in `runs.row_U` where each stack's rows begin, and the end."""
         return self.layout.cuts_of(self.runs.row_U)
 
     def rows_of_stacks(self) -> list[Tensor]:
-        """The distinct rows that are read, increasing, stack by stack."""
+        """Return the distinct rows that are read, increasing, for each stack."""
         return self.layout.by_stack(self.runs.row_U, self.cuts)
 
 
 def joined(parts: Sequence[Bags]) -> Bags:
-    """The bags of one kernel for several batches, as if these were one: part after part."""
+    """Join the bags of one kernel for several parts of a batch, with the examples part by part."""
     if len(parts) == 1:
         return parts[0]
     num_features = len(parts[0].layout.table_of_feature)
@@ -297,12 +314,12 @@ def joined(parts: Sequence[Bags]) -> Bags:
 
 @dataclass(frozen=True)
 class Lookup:
-    """One kernel's read, and what came back to it."""
+    """What one kernel read, with the gradient that came back to it."""
 
     bags: Bags
     gradient: Tensor
-    """d loss / d output. Pooled (B, E): row b holds nothing but example b's gradient. Sequences
-    (L, D): row l is lookup l's, and nothing but the gradient of the example that made it."""
+    """The gradient d loss / d output. If pooled, it is (B, E), and row b holds example b's gradient
+    only. For sequences it is (L, D), and row l holds the gradient of lookup l's example only."""
 
     @property
     def layout(self) -> Layout:
@@ -313,20 +330,20 @@ class Lookup:
         return self.bags.num_examples
 
     def values_of(self, feature: int, example_l: Tensor, at_l: slice | Tensor) -> Tensor:
-        """The gradients of what some lookups of one feature fed, one to a row."""
+        """Return the gradient of the output that some lookups of one feature fed, one per row."""
         if not self.layout.is_pooled:
             return self.gradient[at_l]
         return self.gradient[:, self.layout.columns[feature]][example_l]
 
     def without(self, bad_B: Tensor) -> Lookup:
-        """The same with zeros for some examples."""
+        """Return the same lookup with zeros for the gradients of some examples."""
         size = max(1, self.num_examples)
         bad = bad_B if self.layout.is_pooled else bad_B[self.bags.bag_L % size]
         return Lookup(self.bags, torch.where(bad[:, None], 0.0, self.gradient))
 
     @cached_property
     def coefficient_L(self) -> Tensor | None:
-        """What a row is multiplied by on its way into the bag; None is one."""
+        """The factor of each lookup's row in the bag's sum. None means that all factors are one."""
         bags, coefficient = self.bags, self.bags.weights_L
         if bags.layout.is_mean and not bags.is_one_hot:
             share_L = bags.lengths.to(self.gradient.dtype).reciprocal()[bags.bag_L]
@@ -334,7 +351,7 @@ class Lookup:
         return coefficient
 
     def kept_coefficient(self, kept: LookupsByRow | None) -> Tensor | None:
-        """`coefficient_L`, with zero for lookups of rows that are left out."""
+        """Return `coefficient_L`, with zero for lookups of rows that are left out."""
         if kept is None:
             return self.coefficient_L
         keep_L = self.gradient.new_zeros(self.bags.ids_L.numel())
@@ -343,7 +360,7 @@ class Lookup:
 
 
 def _bounds(sorted_U: Tensor, starts: Sequence[int]) -> list[int]:
-    """Where each start lies among the sorted numbers."""
+    """Find the position of each start among the sorted numbers."""
     cuts: list[int] = torch.searchsorted(
         sorted_U, torch.tensor(starts, device=sorted_U.device)
     ).tolist()

@@ -1,8 +1,10 @@
 """How a dense parameter was used, and what each example's gradient on it is, in compact form.
 
-A use is recorded in the forward pass; `gradient` arrives in the backward pass. Per-example
-gradients of a weight matrix are never built: they are outer products, and norms and weighted sums
-of outer products can be had from their factors.
+A use is recorded in the forward pass, and its `gradient` arrives in the backward pass. Per-example
+gradients of a weight matrix are sums of outer products, whose norms and weighted sums follow from
+their factors (`outer_products.py`). They are built only where a small parameter has several roles.
+
+Read next: `recorder.py`, which records the uses; `ghost.py`, which clips with them.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ class Use(ABC):
     """One call that read a parameter."""
 
     what: str
-    """The operation, for messages."""
+    """Name of the operation, for messages."""
     gradient: Tensor | None = None
-    """d loss / d output of the call. Stays None if the output never reached the loss."""
+    """d loss / d output of the call. It stays None if the output never reached the loss."""
     reason: Tensor | None = None
-    """What made the output require a gradient, where nothing before it did."""
+    """A leaf that makes the output require a gradient, if nothing before the output does."""
 
     def __post_init__(self) -> None:
         self._versions = [value._version for value in self.batched()]
 
     def check_inputs(self) -> None:
-        """Autograd would look after them, had it been left to compute the weight's gradient."""
+        """Refuse inputs that were written to after the call.
+
+        Autograd does not check this, because it does not compute the weight's gradient.
+        """
         if [value._version for value in self.batched()] != self._versions:
             raise Refused(
                 f"Expected the inputs of {self.what!r} to stay as they were until the backward "
@@ -47,8 +52,8 @@ class Use(ABC):
             )
 
     def watch(self, output: Tensor) -> Tensor:
-        """Have the backward pass leave the output's gradient here."""
-        if not output.requires_grad:  # nothing before it wants a gradient: give it a reason
+        """Make the backward pass leave the output's gradient here. Return the output to use."""
+        if not output.requires_grad:  # nothing before it requires one, so a leaf is added
             if not output._is_view():
                 started: Tensor = _Source.apply(_WANTED, self, [output])
                 return started
@@ -69,46 +74,49 @@ class Use(ABC):
             self.gradient = whole(gradient.detach() if gradient.requires_grad else gradient)
 
     def drop(self, bad_B: Tensor) -> None:
-        """Forget some examples, inputs included."""
+        """Set the gradients and the inputs of some examples to zero."""
         if self.gradient is not None:
             self.gradient = _without(self.gradient, bad_B)
 
     @abstractmethod
     def first_dimensions(self) -> list[int]:
-        """First dimensions of inputs and output: each must be the batch."""
+        """Return the first dimension of each input, which must be the batch; -1 if it has none."""
 
     def batched(self) -> list[Tensor]:
-        """What went into the call, examples in front."""
+        """Return the tensors that went into the call with examples in the first dimension."""
         return []
 
 
 @dataclass
 class Product(Use):
-    """`F.linear`: example b has sum_t g_bt a_bt^T on the weight and sum_t g_bt on the bias."""
+    """A call of `F.linear`.
+
+    Example b has the gradient sum_t g_bt a_bt^T on the weight, and sum_t g_bt on the bias.
+    """
 
     inputs: Tensor | None = None
     _norm_B: Tensor | None = None
 
     @property
     def is_flat(self) -> bool:
-        """One position per example: the gradient is a single outer product."""
+        """Whether an example has one position, so that its gradient is a single outer product."""
         return self.inputs is not None and self.inputs.dim() == 2
 
     def flat_square_norm(self, *, of_bias: bool) -> Tensor:
-        """||g||^2 for the bias, (||g|| ||a||)^2 for the weight.
+        """Compute ||g||^2 for the bias, or (||g|| ||a||)^2 for the weight.
 
-        Too large a norm of either is infinite, and the example counts nothing.
+        If the norm of g or a overflows, it is infinite, and the example counts nothing.
         """
         assert self.inputs is not None
         assert self.gradient is not None
-        if self._norm_B is None:  # weight and bias ask alike
+        if self._norm_B is None:  # weight and bias share it
             self._norm_B = norms_of(self.gradient)
         if of_bias:
             return self._norm_B.square()
         return norms_of(self.inputs).mul_(self._norm_B).square_()
 
     def flat_weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
-        """sum_b f_b g_b a_b^T, or without a_b for the bias, into `out`."""
+        """Write sum_b f_b g_b a_b^T into `out`, or sum_b f_b g_b for the bias."""
         assert self.inputs is not None
         assert self.gradient is not None
         if of_bias:
@@ -135,20 +143,20 @@ class Product(Use):
         return Positions(_positions(self.inputs), self.gradients())
 
     def gradients(self) -> Tensor:
-        """g, (B, T, O)."""
+        """Return g, (B, T, O)."""
         assert self.gradient is not None
         return _positions(self.gradient)
 
 
 @dataclass
 class Convolution(Product):
-    """`F.conv2d` without groups: a linear layer on the patch of inputs behind every output."""
+    """A call of `F.conv2d` without groups: a linear layer on the inputs behind every output."""
 
     kernel: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     borders: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Zeros around an image: left, right, top, bottom."""
+    """Number of zeros around an image: left, right, top, bottom."""
 
     @property
     def is_flat(self) -> bool:
@@ -171,11 +179,11 @@ class Convolution(Product):
 
 @dataclass
 class Rows(Use):
-    """`F.embedding`: on row r, example b has the sum of g over its positions that read r."""
+    """A call of `F.embedding`: on row r, example b has the sum of g over positions that read r."""
 
     ids: Tensor | None = None
     padding: int | None = None
-    """The row that stands for padding: nobody's gradient reaches it."""
+    """The row that stands for padding. No example's gradient reaches it."""
 
     def first_dimensions(self) -> list[int]:
         assert self.ids is not None
@@ -186,7 +194,7 @@ class Rows(Use):
         return [self.ids]
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """ids (B, T) and g (B, T, D)."""
+        """Return ids (B, T) and g (B, T, D)."""
         assert self.ids is not None
         assert self.gradient is not None
         ids = self.ids.flatten(1) if self.ids.dim() > 1 else self.ids[:, None]
@@ -198,7 +206,10 @@ class Rows(Use):
 
 @dataclass
 class Normalised(Use):
-    """`F.layer_norm`: gradients on scale and shift are sums over positions of g x and g."""
+    """A call of `F.layer_norm`.
+
+    The gradients on scale and shift are the sums over positions of g x and of g.
+    """
 
     inputs: Tensor | None = None
     shape: tuple[int, ...] = ()
@@ -218,7 +229,7 @@ class Normalised(Use):
         return [self.inputs]
 
     def terms(self, *, scale: bool) -> Tensor:
-        """(B, T, numbers in the parameter)."""
+        """Compute what each position adds to the gradient, (B, T, numbers in the parameter)."""
         assert self.inputs is not None
         assert self.gradient is not None
         value = self.gradient
@@ -229,7 +240,7 @@ class Normalised(Use):
 
 @dataclass
 class General(Use):
-    """Any other operation, one example at a time through torch.func. For small parameters."""
+    """Any other call on a small parameter. torch.func runs it for one example at a time."""
 
     run: Callable[[Tensor, list[Tensor]], Tensor] | None = None
     """The operation as a function of the parameter and of its batched inputs."""
@@ -247,12 +258,13 @@ class General(Use):
         return list(self.inputs)
 
     def per_example(self) -> Tensor:
-        """(B, numbers in the parameter), checked against the gradient of the whole batch."""
+        """Compute gradients (B, numbers in the parameter), and check them against the batch's."""
         assert self.run is not None
         assert self.parameter is not None
         assert self.gradient is not None
         run = self.run
-        # What it adds up may cancel, in an order that may depend on how long others are.
+        # The operation may add up terms that cancel, in an order that depends on how long other
+        # examples are. In float64 the order hardly matters.
         parameter, gradient, *inputs = (
             value.double() if value.is_floating_point() else value
             for value in (self.parameter, self.gradient, *self.inputs)
@@ -267,7 +279,8 @@ class General(Use):
             each: Tensor = torch.func.vmap(of_one)(gradient, *inputs)
         except (RuntimeError, ValueError) as error:
             raise Refused(self._message("cannot be run one example at a time")) from error
-        # With gradients of one size: the rounding of a large one looks like mixing, or hides it.
+        # Gradients are scaled to one size, because the rounding error of a large one could look
+        # like mixing of examples, or hide it.
         norms_B = torch.linalg.vector_norm(gradient.unsqueeze(-1).flatten(1), dim=1)
         size_B = norms_B.clamp_min(torch.finfo(norms_B.dtype).tiny)
         pull = torch.func.vjp(lambda p: run(p, inputs), parameter)[1]
@@ -285,8 +298,11 @@ class General(Use):
 
 
 def whole(value: Tensor) -> Tensor:
-    """In float32 at least: inside autocast layers compute in half of it, and a norm of 8 bits would
-    let a clipped gradient exceed its bound."""
+    """Return a tensor in float32 at least.
+
+    Inside autocast layers compute in 16 bits, and a norm that is exact to 8 bits would let a
+    clipped gradient exceed its bound.
+    """
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
@@ -295,7 +311,7 @@ def operation_name(func: Any) -> str:
 
 
 def built(uses: list[tuple[str, Use]], parameter: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Every example's gradient, (B, numbers), and what it is a sum of: see `_built`."""
+    """Build every example's gradient, (B, numbers), with the terms that it sums (`_built`)."""
     each = [_built(role, use, parameter) for role, use in uses]
     total = sum(gradient for gradient, _ in each)
     assert isinstance(total, Tensor)
@@ -303,9 +319,10 @@ def built(uses: list[tuple[str, Use]], parameter: Tensor) -> tuple[Tensor, list[
 
 
 def _built(role: str, use: Use, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one use, with terms (B, T, numbers), or (B, T, 1) of their norms.
+    """Build every example's gradient for one use, with its terms (B, T, numbers).
 
-    Positions may cancel: they are added in float64.
+    For a weight, norms stand for the terms, (B, T, 1). Positions may cancel, so they are added in
+    float64.
     """
     if isinstance(use, General):
         each = use.per_example()
@@ -327,7 +344,10 @@ def _built(role: str, use: Use, parameter: Tensor) -> tuple[Tensor, Tensor]:
 def rows_square_norm(
     ids: Tensor, g: Tensor, num_rows: int, first_of_unit_B: Tensor | None
 ) -> Tensor:
-    """Positions of a unit that read one row add up before they are squared."""
+    """Compute the squared norm of every unit's gradient on the rows of an embedding, (B,).
+
+    Positions of a unit that read one row add up before they are squared.
+    """
     units_B = (
         torch.arange(len(ids), device=ids.device) if first_of_unit_B is None else first_of_unit_B
     )
@@ -336,13 +356,13 @@ def rows_square_norm(
 
 
 class _Source(torch.autograd.Function):
-    """The beginning of a graph at an output that nothing before it could give a gradient to."""
+    """Begins a graph at an output that does not require a gradient by itself."""
 
     @staticmethod
     def forward(ctx: Any, wanted: Tensor, use: Use, output: list[Tensor]) -> Tensor:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        return output[0]  # in a list autograd does not take it for an input
+        return output[0]  # autograd takes no tensor in a list for an input
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
@@ -351,7 +371,7 @@ class _Source(torch.autograd.Function):
 
 
 _WANTED = torch.empty(0, requires_grad=True)
-"""What a graph that begins here begins with."""
+"""The leaf that a graph begins with if `_Source` begins it."""
 
 
 def _without(value: Tensor, bad_B: Tensor) -> Tensor:
@@ -363,10 +383,10 @@ def _over(value: Tensor, size_B: Tensor) -> Tensor:
 
 
 def _beside(each_B: Tensor, value: Tensor) -> Tensor:
-    """One to an example, in as many dimensions as `value`."""
+    """Give a tensor with one number per example as many dimensions as `value` has."""
     return each_B.view(-1, *[1] * (value.dim() - 1))
 
 
 def _positions(value: Tensor) -> Tensor:
-    """(B, ..., N) as (B, T, N)."""
+    """Reshape (B, ..., N) to (B, T, N)."""
     return value[:, None] if value.dim() == 2 else value.flatten(1, -2)

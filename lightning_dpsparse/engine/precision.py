@@ -1,4 +1,9 @@
-"""Sums of float32 products in float32, whatever the user allows elsewhere."""
+"""Full float32 precision for matrix products, whatever the user allows elsewhere.
+
+PyTorch can be told to round the factors of float32 products, which is faster. The model may be run
+that way, but norms and clipped sums may not: a clipped sum keeps its bound only if both are
+computed from the same numbers. `step.py` computes them inside `whole_products`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,10 @@ import torch
 
 @contextmanager
 def whole_products() -> Iterator[None]:
-    """Inside, matrix products keep all bits of their factors.
+    """Make matrix products keep all bits of their factors inside this context.
 
-    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends on recent GPUs, has
-    factors rounded to 8 or 11 bits. A clipped sum would then exceed what its norms allow.
+    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends on recent GPUs,
+    rounds factors to 8 or 11 bits. A clipped sum would then exceed what its norms allow.
     """
     backends: Any = torch.backends
     settings = [backends.cuda.matmul, backends.mkldnn.matmul]

@@ -1,8 +1,10 @@
-"""Sees every torch call of a forward pass that reads a dense parameter, whatever module makes it.
+"""Records every torch call that reads a dense parameter in a forward pass.
 
-`nn.Linear`, a cross network's own `F.linear`, a weight that two layers share: the call runs on a
-detached parameter, so that the backward pass computes no weight gradient at all; it only leaves
-behind the gradient of the call's output.
+Any module may make the call: `nn.Linear`, a cross network with its own `F.linear`, or two layers
+that share a weight. The call runs on a detached parameter, so that the backward pass computes no
+weight gradient at all; it only leaves behind the gradient of the call's output.
+
+Read next: `parameter_calls.py`, what is recorded; `ghost.py`, which clips with it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Recorder:
     """Records how each parameter is used while it is active. Use it around one forward pass.
 
     While it is active, parameters belong to a class of their own that sends every torch call on
-    them here, and calls without a parameter cost nothing. What gets past it ends in `.grad`.
+    them here, and calls without a parameter cost nothing. A use that is not seen leaves a gradient
+    in `.grad`, which `check_nothing_escaped` finds.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -56,7 +59,7 @@ class Recorder:
         if all(type(parameter) is nn.Parameter for parameter in self.parameters.values()):
             for parameter in self.parameters.values():
                 parameter.__class__ = self._watched[0]
-        else:  # a class with ways of its own, which it keeps
+        else:  # a parameter has a class of its own, which it must keep
             self._all_calls = _AllCalls(self)
             self._all_calls.__enter__()
         return self
@@ -72,8 +75,11 @@ class Recorder:
             part.value.__class__ = Tensor
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch call that may read a parameter. Everything in here goes straight to torch."""
-        if func == _DATA:  # as `detach`, whose writes are counted: nobody changes it unseen
+        """Run a torch call that may read a parameter, and record it.
+
+        Torch calls that are made in here are not recorded again: they go straight to torch.
+        """
+        if func == _DATA:  # `detach` does the same, but torch counts writes to its result
             return args[0].detach()
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -88,13 +94,13 @@ class Recorder:
         return self._other(func, args, kwargs)
 
     def clear(self) -> None:
-        """Forget a step."""
+        """Forget the calls of a step."""
         self._name = self._names.copy()
         self._uses: dict[str, list[tuple[str, Use]]] = {}
         self._slices: dict[str, Slice] = {}
 
     def check_nothing_escaped(self) -> None:
-        """Every use must have been seen: autograd itself may not have reached a parameter."""
+        """Refuse a step in which autograd reached a parameter, because a use of it was not seen."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 raise Refused(
@@ -108,17 +114,17 @@ class Recorder:
 
     @property
     def path(self) -> tuple[tuple[str, str, str], ...]:
-        """Which parameters were read, and how: the same in every step of an ordinary model."""
+        """The parameters that were read, and how. An ordinary model has the same in every step."""
         return tuple(
             (name, role, use.what) for name, uses in self._uses.items() for role, use in uses
         )
 
     def recorded(self) -> dict[str, list[tuple[str, Use]]]:
-        """Every call, by the parameter that it read."""
+        """Return every call, by the name of the parameter that it read."""
         return self._uses
 
     def has_gradients(self) -> bool:
-        """Whether a backward pass has been here."""
+        """Whether a backward pass has left gradients here."""
         return any(use.gradient is not None for uses in self._uses.values() for _, use in uses)
 
     def reads_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,7 +134,7 @@ class Recorder:
         return any(id(value) in self._name for values in (given, *lists) for value in values)
 
     def _record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
-        """Note the use, and hand back what the call may read instead of the parameter."""
+        """Note the use, and return what the call may read instead of the parameter."""
         if id(parameter) not in self._name:
             return parameter
         self._uses.setdefault(self._name[id(parameter)], []).append((role, use))
@@ -202,7 +208,7 @@ class Recorder:
     def _other(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Sizes, devices and the like pass; arithmetic on one small parameter is recorded."""
+        """Run any other call, and record it if it is arithmetic on one small parameter."""
         values = [*args, *kwargs.values()]
         batched = [
             v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
@@ -252,7 +258,7 @@ class Recorder:
         return use.watch(run(self._record(mine[0], "general", use), batched))
 
     def _slice(self, parameter: Tensor, index: int) -> Tensor:
-        """parameter[index] as a parameter of its own. Distinct integers never overlap."""
+        """Return parameter[index] as a parameter of its own. Different slices never overlap."""
         name = self._name[id(parameter)]
         owner = self._slices.get(name)
         base, above = (owner.base, owner.index) if owner else (name, ())
@@ -268,16 +274,16 @@ class Recorder:
 
 
 def _noted(input: Tensor) -> Tensor:
-    """An input as it is kept for the backward pass."""
+    """Return an input as it is kept for the backward pass."""
     return whole(input.detach() if input.requires_grad else input)
 
 
 def _watched(kind: type[T], capture: Recorder) -> type[T]:
-    """A class of tensors that has every torch call on them pass through the capture."""
+    """Make a class of tensors that sends every torch call on them through the capture."""
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return kind(*args, **kwargs)  # deepcopy's, say: a copy is nobody's parameter
+            return kind(*args, **kwargs)  # a copy, by deepcopy for example, is not watched
 
         @classmethod
         def __torch_function__(
@@ -294,7 +300,7 @@ def _watched(kind: type[T], capture: Recorder) -> type[T]:
 
 
 class _AllCalls(TorchFunctionMode):
-    """Looks at every torch call there is, for parameters whose class must stay as it is."""
+    """Looks at every torch call, for parameters whose class must stay as it is."""
 
     def __init__(self, capture: Recorder) -> None:
         super().__init__()
@@ -314,7 +320,10 @@ class _AllCalls(TorchFunctionMode):
 
 
 def _borders(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int, int, int]:
-    """Left, right, top, bottom; `same` puts an odd zero on the right and at the bottom."""
+    """Return the number of zeros at the left, right, top and bottom of an image.
+
+    If the number of zeros is odd, `same` puts one more at the right and at the bottom.
+    """
     if padding == "same":
         above, left = (d * (k - 1) // 2 for k, d in zip(kernel, dilation))
         below, right = (d * (k - 1) - d * (k - 1) // 2 for k, d in zip(kernel, dilation))
@@ -325,7 +334,7 @@ def _borders(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int, int, i
 
 @dataclass(frozen=True)
 class Slice:
-    """An integer index into a parameter, kept alive so that its identity stays its own."""
+    """A slice of a parameter by an integer. It is kept alive so that its `id` stays its own."""
 
     base: str
     index: tuple[int, ...]

@@ -1,4 +1,11 @@
-"""The clipped gradient of the tables, row by row: what an update is made of."""
+"""The clipped gradient of the tables, row by row: what an update is made of.
+
+A batch reads few of a table's rows, so the clipped sum is computed on these rows only and kept as
+rows with values: `RowGradient`. It comes from the gradients of the bags, without a gradient for
+each lookup: lookups are sorted by row (`lookups.py`), and each row adds up its own in one pass.
+
+Read next: `norms.py`, the norms that bound these sums; `state.py`, where the rows get their noise.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ class RowGradient:
     rows_U: Tensor
     values_UD: Tensor
     first_row: int | None = None
-    """Set where the rows are consecutive from here on."""
+    """The first row, if the rows are known to be consecutive; None if they are not."""
 
     def __add__(self, other: RowGradient) -> RowGradient:
         rows_U, position = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)
@@ -30,7 +37,7 @@ class RowGradient:
         return RowGradient(rows_U, values_UD)
 
     def with_rows(self, unread_rows_V: Tensor) -> RowGradient:
-        """The same, with more rows (sorted, none of them here yet) whose gradient is zero."""
+        """Return the same with more rows (sorted, none of them here yet), which have zeros."""
         if unread_rows_V.numel() == 0:
             return self
         count = self.rows_U.numel() + unread_rows_V.numel()
@@ -48,7 +55,7 @@ class RowGradient:
         return RowGradient(rows, values.index_copy_(0, at_U, self.values_UD))
 
     def empty(self) -> RowGradient:
-        """Nothing, in the same shape and place."""
+        """Return a gradient on no rows, with the same width and on the same device."""
         return RowGradient(self.rows_U[:0], self.values_UD[:0])
 
 
@@ -58,15 +65,16 @@ def clipped_row_gradients(
     group_of_table: Sequence[int],
     kept: LookupsByRow | None = None,
 ) -> list[RowGradient]:
-    """sum_b f_b g_b on every row that some bag read, stack by stack of the layout.
+    """Compute sum_b f_b g_b on every row that some bag read, for each stack of the layout.
 
-    f_b is taken from the group that the row's table belongs to. With `kept` only these of the rows.
-    A row that was read is listed even where its sum is zero: noise belongs on it whatever the
+    f_b is taken from the group that the row's table belongs to. With `kept`, only these rows are
+    listed. A row that was read is listed even if its sum is zero: it gets noise whatever the
     gradient was.
 
     Guarantees: adding or removing example b changes the values of group k, over all its tables, by
     at most f_kb * n_kb in norm, with n_kb from `square_norms` of the same rows and tables. The same
-    goes for a unit whose examples have one factor, with n_kb from `square_norms` of its leader.
+    goes for a unit whose examples have one factor, with n_kb from `square_norms` at the first
+    example of the unit.
     """
     bags, layout, num_examples = lookup.bags, lookup.layout, max(1, lookup.num_examples)
     runs = bags.runs if kept is None else kept
@@ -107,11 +115,11 @@ def _by_bag(
     example_L: Tensor,
     tables: range | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of these tables' bags, one to a row, and the row of each lookup's bag."""
+    """Return the gradients of these tables' bags, one per row, and the row of each lookup's bag."""
     gradient_BE, layout = lookup.gradient, lookup.layout
     if not layout.is_pooled:  # every lookup has a row of its own
         return lookup.gradient, order_L
-    if tables is None:  # all, of one width: as they lie
+    if tables is None:  # all tables have one width, so nothing is copied
         num_features, width = len(layout.table_of_feature), layout.widths[0]
         values = gradient_BE.view(len(gradient_BE) * num_features, width)
         return values, example_L * num_features + feature_L
@@ -123,9 +131,9 @@ def _by_bag(
 
 
 def add_to_bags(output_BE: Tensor, bags: Bags, rows_of_stacks: list[Tensor]) -> None:
-    """What reading would have given, had these been added to the distinct rows of every stack.
+    """Change an output as if values had been added to the distinct rows of every stack before.
 
-    The output of sequences is (L, D).
+    `rows_of_stacks` holds these values. The output is changed in place; of sequences it is (L, D).
     """
     layout, size = bags.layout, bags.num_examples
     position_L, num_features = bags.runs.position_L, len(layout.table_of_feature)
@@ -150,7 +158,7 @@ def add_to_bags(output_BE: Tensor, bags: Bags, rows_of_stacks: list[Tensor]) -> 
 
 
 def _pooled(bags: Bags, here: slice, index: Tensor, offsets: Tensor, rows_UD: Tensor) -> Tensor:
-    """Some of the bags, read from other rows."""
+    """Pool some of the bags, with `rows_UD` in place of the tables' rows."""
     return torch.nn.functional.embedding_bag(
         index,
         rows_UD,
@@ -161,13 +169,13 @@ def _pooled(bags: Bags, here: slice, index: Tensor, offsets: Tensor, rows_UD: Te
 
 
 def add_to_rows(weight_RD: Tensor, rows_U: Tensor, values_UD: Tensor) -> None:
-    """weight[rows] += values, in place, with every row at most once."""
-    # With an index that repeats along rows this is PyTorch's quickest way to add to rows.
+    """Compute weight[rows] += values in place. Every row occurs at most once."""
+    # The index repeats along every row: this is PyTorch's fastest way to add to rows.
     weight_RD.scatter_add_(0, rows_U[:, None].expand_as(values_UD), values_UD)
 
 
 def found_in(sorted_R: Tensor, values_V: Tensor) -> Tensor:
-    """Which of the values are among the sorted rows."""
+    """Return which of the values are among the sorted rows."""
     if sorted_R.numel() == 0:
         return torch.zeros_like(values_V, dtype=torch.bool)
     at_V = torch.searchsorted(sorted_R, values_V).clamp_max_(sorted_R.numel() - 1)
@@ -175,9 +183,9 @@ def found_in(sorted_R: Tensor, values_V: Tensor) -> Tensor:
 
 
 def weighted_runs(values: Tensor, index_L: Tensor, start_U: Tensor, weight_L: Tensor) -> Tensor:
-    """sum of weight_l * values[index_l] over each run of lookups, in one pass without copies.
+    """Compute the sum of weight_l * values[index_l] over each run of lookups.
 
-    That is a bag of rows: PyTorch has a kernel for it.
+    Each run is a bag of rows, so PyTorch's kernel for bags does it in one pass without copies.
     """
     if start_U.numel() == 0:
         return values.new_zeros(0, values.shape[1])

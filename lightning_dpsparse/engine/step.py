@@ -3,9 +3,9 @@
 Every rank holds the rows that it owns, and a local batch. Before the calls below, the forward pass
 has run: at every lookup the mechanism's state was called before and after the read (state.py), the
 lookups ended in detached leaves, and every dense call was recorded. What remains is `clipped_sums`,
-once for every part of the batch that fits in memory, and one `release`. What is released of a dense
-weight is decided by its form, in norms, sums and noise alike (dense.py): by default the gradient
-itself.
+once for every part of the batch that fits in memory, and one `release`. The form of a dense weight
+decides what is released of it, in norms, sums and noise alike (dense.py). By default this is the
+gradient itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_dpsparse.engine.step_inputs import Ranks, Read, add_up, renumber,
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.sources import NoiseSource
 
-# B examples of all ranks, n examples of this one, K groups of parameters, E width of a kernel
+# B examples of all ranks, n examples of this rank, K groups of parameters, E width of a kernel
 # A unit is what is clipped as one: an example, or all examples of a user, which lie side by side.
 
 
@@ -47,21 +47,21 @@ class StepConfig:
     """Whether to count the units that are clipped. These counts are not private."""
 
     def open(self, kernels: Sequence[TableKernel]) -> MechanismState:
-        """The mechanism's state for a run on these kernels."""
+        """Open the mechanism's state for a run on these kernels."""
         return self.mechanism.open(kernels, StepNoise(self.noise, self.noise_stddev))
 
     @property
     def noise_stddev(self) -> float:
         """Standard deviation of the noise on the mean gradient: sigma C / (q N)."""
         if self.noise_multiplier == 0:
-            return 0.0  # also where nothing is clipped
+            return 0.0  # the clip norm may be infinite
         sigma = self.mechanism.gradient_noise(self.noise_multiplier)
         return sigma * self.clip_norm / self.expected_batch
 
     def bounds(self, numbers_B: Tensor) -> float | Tensor:
-        """The norm that every unit's gradient is clipped to.
+        """Compute the norm that every unit's gradient is clipped to.
 
-        It is C, less what rounding may add where a unit touches `numbers_B` numbers.
+        It is C, less what rounding may add if the unit touches `numbers_B` numbers.
         """
         stddev = self.noise_stddev
         if stddev == 0:
@@ -75,16 +75,16 @@ class Clipped:
     """Clipped sums over the expected batch, without noise. They are secret."""
 
     tables: list[list[RowGradient]]
-    """For every read and each of its stacks of tables, the sums on the rows that take part."""
+    """The sums on the rows that take part, for every read and each of its stacks of tables."""
     dense: Tensor
-    """All dense parameters end to end, each in its form; this rank's examples only."""
+    """The sums of all dense parameters end to end, each in its form, over this rank's examples."""
     units_clipped: Tensor | None = None
-    """Number of units that were clipped, and of all units, where the config asks for it."""
+    """Number of units that were clipped, and of all units; None unless the config asks for it."""
     word: float = 0.0
     """The sum of the words that all ranks sent along with their norms (`Ranks.word`)."""
 
     def __add__(self, other: Clipped) -> Clipped:
-        """The sums of two parts of a batch."""
+        """Add the sums of two parts of a batch."""
         tables = [
             [one + two for one, two in zip(mine, theirs)]
             for mine, theirs in zip(self.tables, other.tables)
@@ -107,17 +107,19 @@ def clipped_sums(
     out: Tensor | None = None,
     whole_batch: WholeBatch | None = None,
 ) -> Clipped:
-    """(1 / expected batch) * sum_b f_b g_b for every parameter, f_b from the norm of b's unit.
+    """Compute (1 / expected batch) * sum_b f_b g_b for every parameter.
 
+    The factor f_b comes from the norm of b's unit.
     `first_of_unit_B` is the first example of every example's unit; None if units are examples.
+    `out` is memory for the dense part; None if it is still to be allocated.
     `whole_batch` is the batch that these examples are a part of; None if they are all of it.
 
     Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
     layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
-    run, never the number of units drawn. `out` is memory for the dense part, if at hand.
+    run, never the number of units drawn.
     """
-    # 1. One backward pass. It leaves a gradient at every lookup and at every dense call. What
-    #    follows is done in all bits of float32, whatever the model itself is done in.
+    # 1. One backward pass leaves a gradient at every lookup and at every dense call. What follows
+    #    is computed in all bits of float32, whatever precision the model itself uses.
     loss_n.sum().backward()
     dense.check_nothing_escaped()
     with whole_products():
@@ -141,7 +143,8 @@ def _clip_and_add(
     mine = slice(ranks.first_example, ranks.first_example + loss_n.numel())
     lookups = [read.lookup() for read in reads]
 
-    # 2. The rows that take part. What an example does to others counts neither in norm nor in sum.
+    # 2. The mechanism chooses the rows that take part. An example's gradient on other rows counts
+    #    neither in its norm nor in the sum.
     batch = BatchReads(
         reads,
         lookups,
@@ -156,9 +159,9 @@ def _clip_and_add(
     )
     choices = state.choose_rows(batch)
 
-    # 3. Squared norms. They add up over tables, shards and layers: each rank fills in what it can
-    #    see of every unit, and one all-reduce tells every rank every unit's norm. So do counts of
-    #    the numbers that a unit touches.
+    # 3. Squared norms add up over tables, shards and layers: each rank fills in what it can see of
+    #    every unit, and one all-reduce tells every rank every unit's norm. The same all-reduce adds
+    #    up the counts of numbers that each unit touches.
     group = _groups(reads, dense, config.clipping)
     totals = loss_n.new_zeros(config.clipping.num_groups + 1, ranks.num_examples + 1)
     squares_KB, touched_B, word = totals[:-1, :-1], totals[-1, :-1], totals[-1, -1]
@@ -180,14 +183,15 @@ def _clip_and_add(
         mine_Kn[group[name]].add_(squares_n)
     ranks.sum(totals)
 
-    # 4. Factors, the same for all examples of a unit. One that overflowed anywhere counts nowhere.
+    # 4. All examples of a unit get the same factor. A unit that overflowed anywhere counts nowhere.
     if first_of_unit_B is not None:
         squares_KB = squares_KB[:, first_of_unit_B]
         touched_B = torch.zeros_like(touched_B).index_add_(0, first_of_unit_B, touched_B)[
             first_of_unit_B
         ]
     good_B = squares_KB.isfinite().all(0)
-    all_good, heard = torch.stack([good_B.all().to(word.dtype), word]).tolist()  # one wait
+    # The CPU waits for the device once, for both of these numbers.
+    all_good, heard = torch.stack([good_B.all().to(word.dtype), word]).tolist()
     factors_KB = config.clipping.factors(squares_KB, config.bounds(touched_B + dense.size))
     counts = _count(squares_KB, factors_KB, first_of_unit_B) if config.diagnose else None
     factors_KB.div_(config.expected_batch)
@@ -197,7 +201,8 @@ def _clip_and_add(
         lookups = [x.without(take(bad_B, read.order_B)) for read, x in zip(reads, lookups)]
         dense.drop_examples(bad_B[mine])
 
-    # 5. Clipped sums: rows where they live, dense layers for this rank's examples.
+    # 5. Clipped sums are made on this rank's rows, for all examples, and on dense layers, for this
+    #    rank's examples.
     sums_of_tables = [
         _sums_of_rows(
             lookup,
@@ -228,14 +233,15 @@ def release(
 
     Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
     """
-    # 6. Dense layers: added up over ranks, then noise that every rank draws alike.
+    # 6. Dense layers are added up over ranks. Then every rank adds the same noise.
     if clipped.dense.numel():
         ranks.sum(clipped.dense)
     state.add_dense_noise_(clipped.dense, step)
     for parameter, released in dense.gradients(clipped.dense):
         parameter.grad = released
 
-    # 7. Tables, where they live: the mechanism's state says which rows move, and with what noise.
+    # 7. Each rank updates its own rows. The mechanism's state says which rows move, and with what
+    #    noise.
     for read, sums in zip(reads, clipped.tables):
         if state.noise.stddev:
             for gradient in sums:
@@ -252,7 +258,7 @@ def _groups(reads: Sequence[Read], dense: DenseCapture, clipping: Clipping) -> d
 def _sums_of_rows(
     lookup: Lookup, factors_KB: Tensor, group_of_table: list[int], choice: RowChoice | None
 ) -> list[RowGradient]:
-    """Clipped sums on the rows that take part; on rows that nobody read they are zero."""
+    """Compute clipped sums on the rows that take part. On rows that nobody read they are zero."""
     if choice is None:
         return clipped_row_gradients(lookup, factors_KB, group_of_table)
     sums = clipped_row_gradients(lookup, factors_KB, group_of_table, choice.kept)
@@ -261,7 +267,7 @@ def _sums_of_rows(
 
 
 def _count(squares_KB: Tensor, factors_KB: Tensor, first_of_unit_B: Tensor | None) -> Tensor:
-    """How many units were clipped, and how many have a gradient at all."""
+    """Count the units that were clipped, and the units that have a gradient at all."""
     is_unit_B = (squares_KB > torch.finfo(squares_KB.dtype).tiny).any(0)
     if first_of_unit_B is not None:
         is_unit_B &= first_of_unit_B == torch.arange(

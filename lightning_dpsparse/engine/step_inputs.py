@@ -1,4 +1,11 @@
-"""What a step is given: the reads of the tables, and the other ranks."""
+"""What a step is given: the reads of the tables, and the other ranks.
+
+The engine knows nothing of TorchRec or process groups. A `Read` tells it what one kernel read on
+this rank, and `Ranks` how to add up over ranks. A kernel may hold the examples in an order of its
+own: its bag columns. `order_B` leads from columns to examples, and the functions at the end use it.
+
+Read next: `step.py`, which uses these; `sharded/kernel_read.py`, where a `Read` comes from.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +24,10 @@ from lightning_dpsparse.engine.state import TableState
 
 @dataclass(frozen=True)
 class Table:
-    """What is public about a table, wherever its rows lie."""
+    """What is public about a table, whichever ranks hold its rows."""
 
     name: str
-    """Path of its weight in the module."""
+    """Path of the table's weight in the module."""
     num_rows: int
     features: tuple[str, ...]
 
@@ -30,7 +37,7 @@ class Table:
 
 
 def short_name(path: str) -> str:
-    """A table's own name, as its configuration has it, from the path of its weight.
+    """Return a table's own name, as its configuration has it, from the path of its weight.
 
     >>> short_name("net.tables.embedding_bags.table_0.weight")
     'table_0'
@@ -40,16 +47,16 @@ def short_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this rank's examples stand among those of all ranks, and how ranks add up."""
+    """Where this rank's examples stand among those of all ranks, and how to add up over ranks."""
 
     num_examples: int
     first_example: int
     sum: Callable[[Tensor], None]
-    """Add a tensor up over all ranks, in place."""
+    """A function that adds a tensor up over all ranks, in place."""
     rank: int = 0
     world_size: int = 1
     word: float = 0.0
-    """What this rank tells the others along with its norms."""
+    """A number that this rank sends along with its norms. All ranks get the sum of them."""
 
 
 class Read(Protocol):
@@ -59,7 +66,7 @@ class Read(Protocol):
     def table_names(self) -> Sequence[str]: ...
     @property
     def shard_offsets(self) -> Sequence[tuple[int, int]]:
-        """First row and column of each table's piece here."""
+        """First row and first column of each table's piece on this rank."""
         ...
 
     @property
@@ -74,7 +81,7 @@ class Read(Protocol):
 
     @property
     def order_B(self) -> Tensor | None:
-        """Example of each bag column; None if columns are in the examples' order."""
+        """Example of each bag column; None if the columns are in the order of the examples."""
         ...
 
     @property
@@ -83,12 +90,12 @@ class Read(Protocol):
     def layout(self) -> Layout: ...
 
     def lookup(self) -> Lookup:
-        """The read with the gradient that came back to it, after the backward pass."""
+        """Return the read with the gradient that came back to it, after the backward pass."""
         ...
 
 
 def add_up(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
-    """Add what stands at bag columns to their examples."""
+    """Add values of bag columns to the totals of their examples."""
     if order_B is None:
         total_B += values
     else:
@@ -96,12 +103,12 @@ def add_up(total_B: Tensor, values: Tensor, order_B: Tensor | None) -> None:
 
 
 def take(values: Tensor, order_B: Tensor | None) -> Tensor:
-    """Values of examples, by bag column."""
+    """Return the values of examples in the order of the bag columns."""
     return values if order_B is None else values[..., order_B]
 
 
 def renumber(first_of_unit_B: Tensor | None, order_B: Tensor | None) -> Tensor | None:
-    """The leader of each bag column, itself a column."""
+    """Return, for each bag column, the column of the first example of its unit."""
     if first_of_unit_B is None or order_B is None:
         return first_of_unit_B
     return torch.argsort(order_B)[first_of_unit_B[order_B]]

@@ -1,19 +1,20 @@
-"""Normal draws of a cryptographic keystream, on CPUs: whole numbers, whose law is known.
+"""Normal draws from a cryptographic keystream, on CPUs: whole numbers with a known distribution.
 
-A word w of 32 random bits becomes x = w / 2^31, in float32, and x the number y that a normal draw
-falls below with probability (1 + x) / 2. Rounded to a whole number, y alone would be poor noise: a
-few of the words lead to each number, and not always as many (a tenth more or less, near zero; none
-at all, far out). So the difference of two uniform draws of 15 bits is added, each a sixteenth to a
-thirty-second of a standard deviation wide. That blurs it away, and what remains was computed number
-by number (`tests/noise/test_law.py`): every whole number has the probability of a rounded normal
-draw plus that difference, up to a factor of 1 +- 2e-5. Adding independent draws to a noisy number
-costs no privacy. The normal part is made smaller by as much, so that the variance is right;
-`hidden_share` says how much of the noise is Gaussian.
+A word w of 32 random bits becomes x = w / 2^31 in float32, and x becomes the number y that a normal
+draw falls below with probability (1 + x) / 2. Rounded to a whole number, y alone would be poor
+noise: only a few words lead to each number, and not always equally many (a tenth more or less near
+zero, and none at all far out). So the difference of two uniform draws of 15 bits is added, each a
+sixteenth to a thirty-second of a standard deviation wide. It blurs these irregularities away. What
+remains was computed for every whole number (`tests/noise/test_law.py`): it has the probability of a
+rounded normal draw plus that difference, up to a factor of 1 +- 2e-5. Adding independent draws to a
+noisy number costs no privacy. The normal part is made smaller, so that the variance of the sum is
+right; `hidden_share` says how much of the noise is Gaussian.
 
-Beyond four standard deviations, where float32 has few numbers below one, and where a generator of b
-bits ends after sqrt(2 b ln 2) standard deviations, draws are made anew from 53 bits: they go on to
-9.3. An example that could push a coordinate to where no other data set's noise ever reaches would
-be told from its absence for certain, more often than a small delta allows.
+A generator of b bits ends after sqrt(2 b ln 2) standard deviations, and beyond four of them float32
+has few numbers x left below one. So draws beyond four standard deviations are made again from 53
+bits, and these go on to 9.3. Otherwise an example could push a coordinate to where the noise of a
+data set without it never reaches, and so be recognised with certainty, more often than a small
+delta allows.
 """
 
 from __future__ import annotations
@@ -35,38 +36,41 @@ from lightning_dpsparse.noise.grid import grid_of, round_to_
 Floats = NDArray[np.float32]
 
 _CHUNK = 1 << 17
-"""Numbers drawn at a time: what stays in cache, and enough that calls cost less than draws."""
+"""Numbers that are drawn at a time. They stay in cache, and the calls cost less than the draws."""
 
 _BLUR = 1 << 15
-"""Values of each of the two uniform draws."""
+"""Number of values that each of the two uniform draws may have."""
 _BLUR_VARIANCE = 2 * (_BLUR**2 - 1) / 12 + 1 / 12
-"""Of both together, and of rounding."""
+"""Variance of both uniform draws together, and of rounding."""
 
 _NEAR = 128 * (2 * round(math.erf(4.0 / math.sqrt(2.0)) * 2.0**23) + 1) + 64
-"""Words from here on, and from minus here down, are replaced. Near one, float32 has the multiples
-of 2^-24, 128 words each: this is where one of them ends (an odd one, so that this word, which lies
-in the middle between two, is rounded up)."""
+"""The first word beyond the tail. Words from here on, and from minus here down, are replaced. Near
+one, float32 has the multiples of 2^-24, and 128 words are rounded to each. Here the words of one
+multiple end. It is an odd one, so that this word, in the middle between two, is rounded up."""
 _BEYOND = (1.0 - _NEAR * 2.0**-31) / 2.0
 """Probability of each of the two tails."""
 TAIL = -NormalDist().inv_cdf(_BEYOND)
-"""Where they begin, in standard deviations: 4.0."""
+"""Where the tails begin, in standard deviations: 4.0."""
 _TAIL = np.float32(TAIL / math.sqrt(2.0))
-"""The same, of draws as erfinv makes them: between the last that stays and the next."""
+"""Where the tails begin in results of erfinv: between the last one that stays and the next."""
 
 
 def hidden_share(stddev: float) -> float:
-    """Standard deviation of the Gaussian part of a draw, over that of the draw. Just below one."""
+    """Compute the standard deviation of a draw's Gaussian part, divided by that of the draw.
+
+    The result is just below one.
+    """
     return math.sqrt(1.0 - _BLUR_VARIANCE / (stddev / grid_of(stddev)) ** 2)
 
 
 class Keystream:
-    """AES-128 in counter mode, under a key that nothing else uses."""
+    """Draws from AES-128 in counter mode, under a key that nothing else uses."""
 
     def __init__(self, key: bytes) -> None:
         self._bytes = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def uniform(self, count: int) -> Tensor:
-        """Float64 numbers in (0, 1], with 53 bits."""
+        """Draw float64 numbers in (0, 1], with 53 bits."""
         words = np.frombuffer(self._bytes.update(bytes(8 * count)), dtype="<u8")
         return torch.from_numpy(1.0 - unit(words))
 
@@ -82,7 +86,7 @@ class Keystream:
         return out
 
     def normal_(self, out: Tensor, stddev: float) -> Tensor:
-        """Overwrite contiguous numbers, wherever they are, with draws of N(0, stddev^2).
+        """Overwrite contiguous numbers, on any device, with draws of N(0, stddev^2).
 
         Guarantees: draws are multiples of `grid_of(stddev)`.
         """
@@ -94,7 +98,7 @@ class Keystream:
         return self._draw_far(out, stddev, far)
 
     def add_(self, out: Tensor, stddev: float) -> Tensor:
-        """Round contiguous numbers to `grid_of(stddev)`, and add such draws to them."""
+        """Round contiguous numbers to `grid_of(stddev)`, and add the draws of `normal_` to them."""
         grid, far = grid_of(stddev), _Far()
         for piece in out.view(-1).split(_CHUNK):
             drawn = self._whole_numbers(piece.numel(), stddev / grid, far)
@@ -105,10 +109,10 @@ class Keystream:
         return self._draw_far(out, stddev, far)
 
     def _whole_numbers(self, count: int, stddev: float, far: _Far) -> Floats:
-        """Draws of this standard deviation, in memory that the next call takes again.
+        """Draw whole numbers of this standard deviation, in memory that the next call overwrites.
 
-        Those beyond the tail are zero but for their blur, and noted in `far`. With numpy, whose
-        calls take half the time of torch's: on pieces of this size that is a sixth of the whole.
+        Those beyond the tail have only the uniform part, and are noted in `far`. The calls are
+        numpy's, which take half the time of torch's: on pieces of this size that saves a sixth.
         """
         memory = _SCRATCH
         self._bytes.update_into(_ZEROS[: 8 * count], memory.bytes)
@@ -140,7 +144,7 @@ def _gaussian_part(stddev: float) -> float:
 
 
 class _Far:
-    """Draws of one stream that lie beyond the tail, to be made anew together."""
+    """Notes the draws of one stream that lie beyond the tail. They are made again together."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -148,7 +152,10 @@ class _Far:
         self._values: list[Floats] = []
 
     def note_and_clear(self, drawn: Floats, memory: Floats, is_far: NDArray[np.bool_]) -> None:
-        """`drawn` has the standard deviation sqrt(1/2), as erfinv leaves it."""
+        """Note the draws beyond the tail, and set them to zero.
+
+        `drawn` has the standard deviation sqrt(1/2), as erfinv leaves it.
+        """
         places = np.flatnonzero(np.greater(np.abs(drawn, out=memory), _TAIL, out=is_far))
         if places.size:
             self._places.append(places + self._seen)
@@ -157,7 +164,7 @@ class _Far:
         self._seen += len(drawn)
 
     def found(self) -> tuple[Tensor, Tensor]:
-        """Where they are, and numbers of their signs."""
+        """Return where the noted draws are, and numbers that have their signs."""
         if not self._places:
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
         places, values = np.concatenate(self._places), np.concatenate(self._values)
@@ -172,7 +179,7 @@ def _add_to(values: Floats, drawn: Floats, grid: float) -> None:
 
 
 class _Scratch(threading.local):
-    """Fresh memory would cost as much as the draws."""
+    """Memory that a thread uses again and again: new memory would cost as much as the draws."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(8 * _CHUNK + 16)  # the cipher asks for a block more than it fills

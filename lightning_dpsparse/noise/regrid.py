@@ -1,9 +1,10 @@
-"""From one grid to another without a trace of the first.
+"""Rounding from one grid to another without a trace of the first.
 
 Noise on one grid, scaled by a learning rate, lies on a spacing that no other grid is a multiple of.
-Rounded as it is, some numbers of the new grid would be reached more often than their neighbours,
-and some never: which ones tells what the noise was before. So each number is first moved at random
-within its own spacing. What is rounded then lies anywhere alike, to 16 more bits.
+If it were rounded as it is, some numbers of the new grid would be reached more often than their
+neighbours, and some never. Which ones these are tells what the noise was before. So each number is
+first moved at random within its own spacing. The number that is rounded may then lie anywhere with
+equal probability, to 16 more bits. `mechanisms/lazydp/debts.py` uses this for deferred noise.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from torch import Tensor
 # U rows, D width of a table
 
 _CHUNK = 1 << 17
-"""Numbers at a time: what stays in cache."""
+"""Numbers that are rounded at a time. They stay in cache."""
 
 
 def regrid_(
     values_UD: Tensor, spacing: float, scale: float | Tensor, grid: float, dither_UD: Tensor
 ) -> Tensor:
-    """`scale` times the values, rounded to multiples of `grid`, in place.
+    """Multiply the values by `scale` and round them to multiples of `grid`, in place.
 
     The values are multiples of `spacing`. `scale` may be a number for each row. `dither_UD` is
-    uniform between -1/2 and 1/2. In float64: in float32 products would have spacings of their own.
+    uniform between -1/2 and 1/2. The work is done in float64, because products in float32 would
+    have spacings of their own.
     """
     rows = max(1, _CHUNK // max(1, values_UD.shape[1]))
     for start in range(0, len(values_UD), rows):

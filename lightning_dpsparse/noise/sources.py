@@ -1,11 +1,13 @@
 """Three ways to turn a key and a stream into normal draws on a public grid (`grid.py`).
 
-SecureNoise a cryptographic keystream (AES-128 in counter mode), made on CPUs (`keystream.py`).
-FastNoise   the same for many numbers on CPUs, where nothing is quicker; for few, and elsewhere,
-            numpy's or the device's own generator, keyed for every stream, in float64. The default.
-RowNoise    a draw is a function of (key, purpose, table, global row, column, step) alone: slow, the
-            same however a table is cut, and replayable. Made of 53 bits: it ends at 8.6 standard
-            deviations, where the others go on.
+SecureNoise draws from a cryptographic keystream (AES-128 in counter mode), which is made on CPUs
+            (`keystream.py`).
+FastNoise   does the same for many numbers on CPUs, where nothing is faster. It draws few numbers
+            with numpy's generator, and numbers on other devices with the device's own, in float64.
+            These get a new key for every stream. FastNoise is the default.
+RowNoise    makes a draw a function of (key, purpose, table, global row, column, step) alone. So the
+            draws do not depend on how a table is cut, and can be replayed, but they are slow. They
+            are made of 53 bits and end at 8.6 standard deviations, where the others go on.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from lightning_dpsparse.noise.keystream import Keystream
 
 
 _CHUNK_ON_GPU = 1 << 21
-"""Numbers drawn at a time."""
+"""Numbers that are drawn at a time on a GPU."""
 
 
 class NoiseSource(Protocol):
@@ -51,15 +53,16 @@ class NoiseSource(Protocol):
         rows_R: Tensor | None = None,
         steps_R: Tensor | None = None,
     ) -> Tensor:
-        """Overwrite `out_RD`; `rows_R` are its rows within the shard, if not the first ones.
+        """Overwrite `out_RD` with draws of N(0, stddev^2).
 
-        `steps_R` gives each row its own step instead of the stream's, where a draw belongs to a
-        row; elsewhere the stream alone names the draws.
+        `rows_R` are the rows of `out_RD` within the shard; None means the first ones. If the source
+        draws by row, `steps_R` gives each row a step of its own instead of the stream's. With other
+        sources the stream alone names the draws.
         """
         ...
 
     def add_(self, out_RD: Tensor, stream: Stream, stddev: float) -> Tensor:
-        """Round `out_RD`, which is contiguous, to `grid_of(stddev)`, and add such draws to it."""
+        """Round contiguous numbers to `grid_of(stddev)`, and add the draws of `fill_` to them."""
         ...
 
     def dither_(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None = None) -> Tensor:
@@ -67,12 +70,12 @@ class NoiseSource(Protocol):
         ...
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
-        """Float64 numbers in (0, 1], with 53 bits."""
+        """Draw float64 numbers in (0, 1], with 53 bits."""
         ...
 
 
 class SecureNoise:
-    """A cryptographic keystream (`keystream.py`), made on CPUs."""
+    """Draws from a cryptographic keystream (`keystream.py`), which is made on CPUs."""
 
     is_by_row: ClassVar[bool] = False
 
@@ -103,12 +106,15 @@ class SecureNoise:
 
 
 _FEW = 1 << 14
-"""So many numbers numpy has drawn before a keystream, which takes longer to begin, is done."""
+"""Up to this many numbers, numpy is faster than a keystream, which takes longer to begin."""
 
 
 class FastNoise(SecureNoise):
-    """Whatever is quickest: the keystream on CPUs, or for few numbers numpy's ziggurat; elsewhere
-    the device's own generator."""
+    """Draws in the fastest way.
+
+    On CPUs this is the keystream, or for few numbers numpy's ziggurat. Elsewhere it is the device's
+    own generator.
+    """
 
     def fill_(
         self,
@@ -144,13 +150,20 @@ class FastNoise(SecureNoise):
         return 1.0 - torch.rand(count, dtype=torch.float64, device=device, generator=generator)
 
     def _few(self, out: Tensor, stream: Stream, stddev: float) -> Tensor:
-        """Exact in float64 and without an end, at four times the price of a number."""
+        """Draw few numbers, exact in float64 and without a largest one.
+
+        A number takes four times as long as one of a keystream.
+        """
         grid, drawn = grid_of(stddev), _PHILOX.at(self._key, stream).standard_normal(out.numel())
         np.rint(np.multiply(drawn, stddev / grid, out=drawn), out=drawn)
         return out.copy_(torch.from_numpy(drawn).view_as(out)).mul_(grid)
 
     def _add_on_device_(self, out: Tensor, stream: Stream, stddev: float) -> Tensor:
-        """Two draws in float64 make one: they reach further than either, and nobody waits."""
+        """Round `out`, and add noise to it on its device.
+
+        A draw is made of two in float64: their sum reaches further than either. The CPU need not
+        wait for the device.
+        """
         generator, grid = self._generator(out.device, stream), grid_of(stddev)
         for piece in out.view(-1).split(_CHUNK_ON_GPU):
             drawn = torch.randn(
@@ -161,13 +174,16 @@ class FastNoise(SecureNoise):
         return out
 
     def _generator(self, device: torch.device, stream: Stream) -> torch.Generator:
-        """At the stream's beginning."""
+        """Make a generator that stands at the beginning of the stream."""
         generator = torch.Generator(device)
         return generator.manual_seed(int.from_bytes(self._key.bytes_for(stream, 8), "big") >> 1)
 
 
 class _Philox(threading.local):
-    """numpy's generator, keyed anew for every stream: making one would take longer than drawing."""
+    """A generator of numpy that gets a new key for every stream.
+
+    Making a new generator would take longer than drawing.
+    """
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
@@ -175,7 +191,10 @@ class _Philox(threading.local):
         self._state = self._bits.state
 
     def at(self, key: RunKey, stream: Stream) -> np.random.Generator:
-        """At the stream's beginning. The same object every time: use it at once."""
+        """Return the generator, at the beginning of the stream.
+
+        It is the same object every time, so the draws must be made at once.
+        """
         words = np.frombuffer(key.bytes_for(stream, KEY_BYTES), dtype="<u8")
         self._state["state"]["key"] = words
         self._bits.state = self._state
@@ -186,7 +205,7 @@ _PHILOX = _Philox()
 
 
 class RowNoise:
-    """Keyed by global row: what one rank draws, any other placement draws too."""
+    """Draws by global row: the draws are the same wherever the rows are placed."""
 
     is_by_row: ClassVar[bool] = True
 
@@ -219,7 +238,7 @@ class RowNoise:
         return out_RD.copy_(torch.from_numpy(unit(words_RD) - 0.5))
 
     def _cells(self, out_RD: Tensor, stream: Stream, rows_R: Tensor | None) -> tuple[U64, U64]:
-        """Rows and columns within the whole table."""
+        """Return the rows and columns of `out_RD` within the whole table."""
         first_row, first_column = stream.shard
         rows, columns = out_RD.shape
         row_R = (
@@ -246,7 +265,7 @@ class RowNoise:
         return out_RD.add_(self.fill_(torch.empty_like(out_RD), stream, stddev))
 
     def uniform(self, count: int, stream: Stream, device: torch.device) -> Tensor:
-        """Keyed by the stream, as elsewhere: these belong to no row."""
+        """Draw by the stream, as other sources do: these numbers belong to no row."""
         k0, k1 = np.frombuffer(self._key.bytes_for(stream, 16), dtype="<u8")
         words = mix(mix(np.arange(count, dtype=np.uint64) ^ k0) ^ k1)
         return torch.from_numpy(1.0 - unit(words)).to(device)
