@@ -68,10 +68,10 @@ def weight_square_norm(
     squares_B = g.new_zeros(len(g))
     first_U, size_U = torch.unique_consecutive(first_of_unit_B, return_counts=True)
     for size in size_U.unique().tolist():
-        leaders = first_U[size_U == size]
-        members = leaders[:, None] + torch.arange(size, device=leaders.device)
+        firsts = first_U[size_U == size]
+        members = firsts[:, None] + torch.arange(size, device=firsts.device)
         of_units = a[members].flatten(1, 2), g[members].flatten(1, 2)
-        squares_B[leaders] = _square_norm(*of_units, square_norm)
+        squares_B[firsts] = _square_norm(*of_units, square_norm)
     return squares_B
 
 

@@ -167,13 +167,13 @@ def _clip_and_add(
     squares_KB, touched_B, word = totals[:-1, :-1], totals[-1, :-1], totals[-1, -1]
     word.fill_(ranks.word)
     for read, lookup, choice in zip(reads, lookups, choices):
-        leaders = renumber(first_of_unit_B, read.order_B)
+        first_of_unit = renumber(first_of_unit_B, read.order_B)
         kept = None if choice is None else choice.kept
         add_up(touched_B, lookup.bags.numbers_B, read.order_B)
         for k, squares_B in enumerate(squares_KB):
             tables = [t for t, name in enumerate(read.table_names) if group[name] == k]
             if tables:
-                squares = square_norms(lookup, kept, tables=tables, first_of_unit_B=leaders)
+                squares = square_norms(lookup, kept, tables=tables, first_of_unit_B=first_of_unit)
                 add_up(squares_B, squares, read.order_B)
     first_of_unit_n = (
         None if first_of_unit_B is None else first_of_unit_B[mine] - ranks.first_example
