@@ -1,4 +1,11 @@
-"""Where noise goes: one file a mechanism, and the list of those that update tables."""
+"""Mechanisms: which numbers of a step get a gradient and noise, and what that costs.
+
+Noise on every row of every table hides best which rows an example read, but it is slow and buries
+rows that few examples read. The mechanisms differ in what they do about that. Each is one file or
+folder: `eana.py` is the smallest and `dpsgd.py` the one to compare with; `lazydp/`, `adafest.py`,
+`fest.py` and `exponential.py` are for tables; `lsg.py` and `sparse_dpsgd.py` are for dense layers.
+What a mechanism must provide is in `engine/mechanism.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""DP-AdaFEST: noise on rows that enough examples read (Ghazi et al. 2023, arXiv:2311.08357)."""
+"""DP-AdaFEST: rows that enough examples read get noise (Ghazi et al. 2023, arXiv:2311.08357).
+
+A batch reads few rows of a large table, and noise on all others is slow and does harm. So AdaFEST
+first asks, with noise, how many examples read each row. Only rows that pass a threshold take part
+in the step. Some rows pass that nobody read, which hides who read what; they are found without a
+draw for every row (`noise/skipping.py`). Both queries see the same examples and are charged as one
+Gaussian. `fest.py` has a variant that chooses among rows selected before training.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +36,9 @@ from lightning_dpsparse.refused import Refused
 
 
 def survival(threshold: float, noise_stddev: float, contribution: float = 0.0) -> float:
-    """P(contribution + N(0, noise_stddev^2) >= threshold).
+    """Probability that a row passes: P(contribution + N(0, noise_stddev^2) >= threshold).
 
-    (The paper's Appendix B.2 divides by the variance.)
+    The paper's Appendix B.2 divides by the variance where the standard deviation belongs.
 
     >>> survival(4.0, 4.0), survival(4.0, 4.0, contribution=4.0)
     (0.15865525393145707, 0.5)
@@ -42,7 +49,7 @@ def survival(threshold: float, noise_stddev: float, contribution: float = 0.0) -
 
 
 def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: float) -> float:
-    """The threshold that so many of `num_rows` rows pass though nobody read them.
+    """The threshold that `per_step` of `num_rows` rows pass, as expected, though nobody read them.
 
     tau = sigma1 C1 Psi^-1(false positives / rows)
 
@@ -59,9 +66,9 @@ def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: 
 def threshold_for_half_survival(
     examples: float, rows_per_example: int, map_clip_norm: float = 1.0
 ) -> float:
-    """The threshold that a row passes every other time if so many examples of a batch read it.
+    """The threshold that a row passes in half of the steps if `examples` examples always read it.
 
-    tau = n min(1, C1 / sqrt(m)) where an example reads m rows, over all tables.
+    tau = n min(1, C1 / sqrt(m)), where every example reads m rows, over all tables.
 
     >>> round(threshold_for_half_survival(10, rows_per_example=26), 3)
     1.961
@@ -71,34 +78,38 @@ def threshold_for_half_survival(
 
 @dataclass(frozen=True, kw_only=True)
 class AdaFEST(Mechanism):
-    """Rows whose noisy number of readers passes a threshold are updated, with noise; no others.
+    """Updates, with noise, the rows whose noisy number of readers passes a threshold; no others.
 
     V = sum_b clip(v_b, C1) + N(0, sigma1^2 C1^2), with v_b = 1 on every row that b reads, over all
     tables; rows with V >= tau take part, read or not; g = sum_b clip(g_b on those rows and the
     dense layers, C) + N(0, sigma2^2 C^2). The plan's noise multiplier is that of both together,
-    sigma^-2 = sigma1^-2 + sigma2^-2. Any fused optimizer. Set one of the first three.
+    sigma^-2 = sigma1^-2 + sigma2^-2. Any fused optimizer works. Set exactly one of threshold,
+    false_positives and half_survival.
     """
 
     threshold: float | None = None
-    """tau."""
+    """tau: a row is updated if its noisy number of readers V is at least this. The unit is examples
+    of a batch, each weighted as map_clip_norm says."""
 
     false_positives: float | None = None
-    """Or: how many rows that nobody read may be updated in a step, as expected, over all tables
-    that have no threshold of their own."""
+    """Instead of threshold: the expected number of rows that are updated in a step though nobody
+    read them, over all tables that have no threshold of their own."""
 
     half_survival: float | None = None
-    """Or: how many examples of a batch must read a row for it to be updated every other time, where
-    examples have one id in every feature."""
+    """Instead of threshold: the number of examples of a batch that must read a row for it to be
+    updated in half of the steps. It assumes that examples have one id in every feature."""
 
     table_thresholds: Mapping[str, float] = field(default_factory=dict)
-    """tau for tables by name (patterns as in a shell). The first match counts."""
+    """tau of single tables, by name. A name may be a pattern as in a shell (user_*), and the first
+    match counts."""
 
     map_clip_norm: float = 1.0
-    """C1: the most that one unit may move V. An example that reads m rows adds C1 / sqrt(m) to
-    each, or one if that is less."""
+    """C1: the most that one unit may move V, in norm over all rows. An example that reads m rows
+    adds C1 / sqrt(m) to each of them, or one if that is less."""
 
     noise_ratio: float = 5.0
-    """sigma1 / sigma2: noise on V over noise on gradients. The paper found 5 to 10 best."""
+    """sigma1 / sigma2: noise multiplier of V over that of the gradients. A larger ratio spends less
+    of the budget on choosing rows. The paper found 5 to 10 best."""
 
     is_private: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
@@ -121,11 +132,11 @@ class AdaFEST(Mechanism):
         return split_noise(noise_multiplier, self.noise_ratio)[1]
 
     def map_stddev(self, noise_multiplier: float) -> float:
-        """Of the noise on V: sigma1 C1."""
+        """Standard deviation of the noise on each number of V: sigma1 C1."""
         return split_noise(noise_multiplier, self.noise_ratio)[0] * self.map_clip_norm
 
     def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
-        """The common threshold, that is."""
+        """Number of rows that use the common threshold."""
         return sum(t.num_rows for t in tables if self._own_threshold(t.name) is None)
 
     def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
@@ -154,11 +165,11 @@ class AdaFEST(Mechanism):
         return PublicRows(kernel, noise)
 
     def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
-        """The rows that pass the threshold. That is decided by ids alone, of the whole batch."""
+        """Choose the rows that pass the threshold, by nothing but the ids of the whole batch."""
         return batch.choose_by_ids(self._choose)
 
     def _choose(self, batch: BatchReads) -> list[RowChoice]:
-        """The rows that pass the threshold.
+        """Choose the rows that pass the threshold, from the reads of the whole batch.
 
         Guarantees: adding or removing one unit moves V, over all tables and ranks together, by at
         most C1 in norm. Every row gets a draw of its own, whether anybody read it or not.
@@ -169,7 +180,7 @@ class AdaFEST(Mechanism):
             contributions(b, renumber(batch.first_of_unit_B, read.order_B), _among(b, read))
             for b, read in zip(bags, reads)
         ]
-        # One norm over all tables: every rank counts the rows it has, each row once.
+        # The norm goes over all tables: every rank counts the rows that it holds, each row once.
         count_B = torch.zeros(ranks.num_examples, device=batch.device)
         for b, read, pair in zip(bags, reads, pairs):
             add_up(count_B, pair.square_norms(_first_columns(b, read)), read.order_B)
@@ -185,7 +196,7 @@ class AdaFEST(Mechanism):
         ]
 
     def _passing(self, bags: Bags, read: Read, sums_U: Tensor, batch: BatchReads) -> RowChoice:
-        """V >= tau, on rows that were read and on those that were not."""
+        """Choose the rows of one kernel with V >= tau, whether they were read or not."""
         row_U, layout = bags.runs.row_U, bags.layout
         stddev = self.map_stddev(batch.noise_multiplier)
         keeps, others = [], []
@@ -213,10 +224,10 @@ class AdaFEST(Mechanism):
         return RowChoice(bags.runs.only(keep_U), unread_rows_V)
 
     def _spans(self, bags: Bags, read: Read, *, is_by_row: bool) -> list[_Span]:
-        """Neighbouring tables with one threshold, which share a stream of draws.
+        """Groups of neighbouring tables that have one threshold and share a stream of draws.
 
-        The pieces of a table that is cut by columns must draw alike, so it has a stream of its own,
-        named as if it began at its first column.
+        All pieces of a table that is cut by columns must get the same draws. So such a table has a
+        stream of its own, which is named as if the piece began at the table's first column.
         """
         num_tables = len(bags.layout.widths)
         if read.has_whole_rows and not self.table_thresholds and not is_by_row:
@@ -240,7 +251,7 @@ class AdaFEST(Mechanism):
         return self.threshold if own is None else own
 
     def _own_threshold(self, path: str) -> float | None:
-        """The table's own name, or the path of its weight, may match a pattern."""
+        """Threshold of the first pattern that matches the table's name or path, or None."""
         name = short_name(path)
         for pattern, threshold in self.table_thresholds.items():
             if fnmatchcase(name, pattern) or fnmatchcase(path, pattern):
@@ -250,6 +261,8 @@ class AdaFEST(Mechanism):
 
 @dataclass(frozen=True)
 class _Span:
+    """Neighbouring tables of a kernel that have one threshold and share a stream of draws."""
+
     tables: range
     name: str
     shard_offset: tuple[int, int]
@@ -261,18 +274,22 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a span, numbered from its first."""
+    """The rows of a span, numbered from the first row of the span."""
 
     row_U: Tensor
-    """Those that were read, sorted."""
+    """Rows that were read, sorted."""
     sums_U: Tensor
-    """V without noise, on each of them."""
+    """V without noise, on each row that was read."""
     num_rows: int
     selected_R: Tensor | None
+    """Rows that may take part, sorted; None means all rows."""
 
 
 def _few_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tuple[Tensor, Tensor]:
-    """A draw for every row that was read; skips from survivor to survivor among the others."""
+    """Whether each row that was read passes, and the other rows that pass.
+
+    Every row that was read gets a draw. Among the others it skips from one that passes to the next.
+    """
     noise, step = batch.noise, batch.step
     noisy_U = rows.sums_U
     if stddev:
@@ -284,7 +301,7 @@ def _few_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tu
     def uniform(count: int, part: int) -> Tensor:
         return noise.uniform(count, span.stream("survivors", step, part), batch.device)
 
-    # Coins are tossed for all rows, and those of rows that had a draw of their own are dropped.
+    # Coins are tossed for all rows. Those of rows that were read are dropped: these had a draw.
     selected_R = rows.selected_R
     count = rows.num_rows if selected_R is None else selected_R.numel()
     rows_V = survivors(count, survival(span.threshold, stddev), uniform)
@@ -294,7 +311,10 @@ def _few_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tu
 
 
 def _all_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tuple[Tensor, Tensor]:
-    """A draw for every row, for sources whose draws belong to rows. As slow as it sounds."""
+    """The same as `_few_coins`, with a draw for every row.
+
+    Sources of noise whose draws belong to rows need this. It is slow.
+    """
     noisy_R = rows.sums_U.new_zeros(rows.num_rows, 1)
     batch.noise.fill_(noisy_R, span.stream("map", batch.step), stddev)
     noisy_R[rows.row_U, 0] += rows.sums_U
@@ -306,15 +326,15 @@ def _all_coins(rows: _Rows, span: _Span, stddev: float, batch: BatchReads) -> tu
 
 
 def _among(bags: Bags, read: Read) -> Tensor | None:
-    """Which of the rows that were read may take part; None means all of them."""
+    """Whether each row that was read may take part; None means that all may."""
     selected_R = selected_rows(read)
     return None if selected_R is None else found_in(selected_R, bags.runs.row_U)
 
 
 def _first_columns(bags: Bags, read: Read) -> Tensor | None:
-    """Rows that are counted here: of a table that is cut by columns, only the first piece counts.
+    """Whether each row that was read is counted on this rank; None means that all are.
 
-    None is all.
+    Of a table that is cut by columns, only the piece with the first column counts its rows.
     """
     counts_T = [column == 0 for _, column in read.shard_offsets]
     if all(counts_T):

@@ -1,4 +1,9 @@
-"""DP-SGD: noise on every row, every step (Abadi et al. 2016, arXiv:1607.00133)."""
+"""DP-SGD: every row gets noise in every step (Abadi et al. 2016, arXiv:1607.00133).
+
+A step must not tell which rows its examples read. DP-SGD hides that in the simplest way: it updates
+all rows, whether they were read or not. So its cost grows with the number of rows of the tables.
+`lazydp/` releases the same model in less time, and `adafest.py` updates fewer rows.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,11 @@ from lightning_dpsparse.engine.state import Draw, StepNoise, TableKernel, TableS
 class DPSGD(Mechanism):
     """theta <- update(theta, (sum_b clip(g_b) + N(0, sigma^2 C^2 I)) / expected batch) on all rows.
 
-    The exact mechanism, and the slow one: its cost is the height of the tables.
+    It is the exact mechanism, and a slow one: its cost grows with the number of rows of the tables.
     """
 
     chunk_rows: int = 1 << 14
-    """Rows that are updated at a time: noise never takes more memory than this many."""
+    """Number of rows that are updated at a time. Noise takes memory for this many rows at most."""
 
     is_private: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
@@ -29,7 +34,7 @@ class DPSGD(Mechanism):
     )
 
     def check_optimizer(self, kind: str, weight_decay: float) -> None:
-        """Any optimizer will do: every row takes part in every step."""
+        """Accept any optimizer, because every row takes part in every step."""
 
     def open_table(self, kernel: TableKernel, noise: StepNoise) -> TableState:
         return NoiseOnAllRows(kernel, noise, self.chunk_rows)

@@ -1,7 +1,11 @@
 """Exponential selection: the rows with the largest gradients, chosen with Gumbel noise.
 
-Zhang, Mironov and Hejazinia 2021, Wide Network Learning with Differential Privacy
-(arXiv:2103.01294): the baseline of Ghazi et al. 2023, Figures 3 and 8.
+AdaFEST chooses rows by how many examples read them. This mechanism chooses by how large the
+examples' gradients on a row are, and updates the same number of rows in every step. The rows with
+the largest noisy scores are what the exponential mechanism would choose, one row after the other.
+
+Reference: Zhang, Mironov and Hejazinia 2021, Wide Network Learning with Differential Privacy
+(arXiv:2103.01294). It is the baseline of Ghazi et al. 2023, Figures 3 and 8.
 """
 
 from __future__ import annotations
@@ -34,23 +38,25 @@ from lightning_dpsparse.refused import Refused
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialSelection(Mechanism):
-    """k rows of all tables are updated in a step, with noise; no others.
+    """Updates k rows of all tables in a step, with noise, and no others.
 
     score_r = sum_b min(||g_b on row r||, Delta); the k largest of score_r + Gumbel(Delta / e0) take
-    part. That is k choices by the exponential mechanism one after the other, each of range e0: a
-    unit raises every score, none by more than Delta. Then as AdaFEST. The budget is split as if the
-    choices were a Gaussian query: with noise multiplier sigma1 = ratio sigma2 on its side,
-    e0 = 2 / (sigma1 sqrt(k)). What is charged are the choices themselves.
+    part. This equals k choices by the exponential mechanism, one after the other, each of range e0:
+    a unit lowers no score, and raises none by more than Delta. Gradients on these rows get noise as
+    in AdaFEST. The budget is split as if the choices were a Gaussian query with noise multiplier
+    sigma1 = ratio sigma2, so that e0 = 2 / (sigma1 sqrt(k)). The choices are charged as what they
+    are.
     """
 
     num_rows: int
-    """k: rows that are updated in a step."""
+    """k: number of rows, over all tables, that are updated in a step."""
 
     noise_ratio: float = 1.0
-    """sigma1 / sigma2: more gives the choices less of the budget, and the gradients more."""
+    """sigma1 / sigma2: a larger ratio gives less of the budget to the choices of rows, and more to
+    the gradients."""
 
     score_clip: float = 1.0
-    """Delta: the most that a unit may add to a row's score."""
+    """Delta: the most that one unit may add to a row's score, which is a sum of gradient norms."""
 
     is_private: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
@@ -64,14 +70,17 @@ class ExponentialSelection(Mechanism):
                 raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
 
     def epsilon_per_row(self, noise_multiplier: float) -> float:
-        """epsilon0. In zCDP k choices of range e cost k e^2 / 8, and a Gaussian 1 / (2 sigma^2)."""
+        """epsilon0, the range of each choice.
+
+        In zCDP k choices of range e cost k e^2 / 8, and a Gaussian costs 1 / (2 sigma^2).
+        """
         return 2.0 / (split_noise(noise_multiplier, self.noise_ratio)[0] * math.sqrt(self.num_rows))
 
     def gradient_noise(self, noise_multiplier: float) -> float:
         return split_noise(noise_multiplier, self.noise_ratio)[1]
 
     def event(self, noise_multiplier: float) -> DpEvent:
-        """Both see the same sample: one event."""
+        """What the choices and the noisy sum cost together: they see the same sample."""
         if noise_multiplier == 0:
             return gaussian(0.0)
         choice = exponential(self.epsilon_per_row(noise_multiplier))
@@ -88,7 +97,7 @@ class ExponentialSelection(Mechanism):
         return PublicRows(kernel, noise)
 
     def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
-        """The k rows with the largest noisy scores, over all tables and ranks."""
+        """Choose the k rows with the largest noisy scores, over all tables and ranks."""
         if batch.whole_batch is not None:
             raise Refused(
                 "Expected the whole batch in one part, found more: "
@@ -117,7 +126,7 @@ class ExponentialSelection(Mechanism):
         ]
 
     def _noisy_scores(self, read: Read, lookup: Lookup, batch: BatchReads) -> _Scores:
-        """Of the rows that were read, and of the k that come out largest among all others."""
+        """Noisy scores of all rows that were read, and the k largest of all other rows."""
         row_U, layout = lookup.bags.runs.row_U, lookup.layout
         pairs = pair_norms(lookup, renumber(batch.first_of_unit_B, read.order_B))
         bounded_P = pairs.norm_P.nan_to_num_(self.score_clip).clamp_max_(self.score_clip).double()
@@ -135,8 +144,8 @@ class ExponentialSelection(Mechanism):
         if batch.noise_multiplier:
             scale = self.score_clip / self.epsilon_per_row(batch.noise_multiplier)
         score_U -= scale * (-uniform(row_U.numel(), "scores").log()).log_()
-        # Rows that nobody read score zero, and have all the same noise: its largest values have a
-        # closed form, and fall on rows at random.
+        # Rows that nobody read score zero, and their noise has one distribution. So its largest
+        # values have a closed form, and each may belong to any of these rows.
         num_others = layout.first_row[-1] - row_U.numel()
         count = min(self.num_rows, num_others) if scale else 0
         score_V = scale * _largest_gumbels(num_others, uniform(count, "other scores"))
@@ -146,6 +155,8 @@ class ExponentialSelection(Mechanism):
 
 @dataclass(frozen=True)
 class _Scores:
+    """Noisy scores of one kernel's rows: of all that were read (U), and of some others (V)."""
+
     score_U: Tensor
     score_V: Tensor
     row_V: Tensor
@@ -162,7 +173,7 @@ def _largest_gumbels(total: int, uniform_K: Tensor) -> Tensor:
 
 
 def _distinct(total: int, count: int, uniform: Callable[[int, int], Tensor]) -> Tensor:
-    """`count` of the numbers below `total`, none twice, in random order."""
+    """Draw `count` distinct numbers below `total`, in random order."""
     if total <= 4 * count:
         return uniform(total, 0).argsort()[:count]
     drawn, part = uniform(0, 0).long(), 0
@@ -172,12 +183,12 @@ def _distinct(total: int, count: int, uniform: Callable[[int, int], Tensor]) -> 
         value, order = torch.sort(drawn, stable=True)
         is_first = torch.ones_like(value, dtype=torch.bool)
         is_first[1:] = value[1:] != value[:-1]
-        places = order[is_first].sort().values  # first sights only, in the order of drawing
+        places = order[is_first].sort().values  # where each number was drawn first
         if places.numel() >= count:
             return drawn[places[:count]]
 
 
 def _not_among(row_U: Tensor, at_V: Tensor) -> Tensor:
-    """The row at each place when the rows `row_U` are left out."""
+    """The rows at these places in the list of all rows, from which `row_U` were left out."""
     gap_U = row_U - torch.arange(row_U.numel(), device=row_U.device)
     return at_V + torch.searchsorted(gap_U, at_V, right=True)

@@ -1,6 +1,10 @@
 """DP-FEST and DP-AdaFEST+: training on rows that were selected by frequency.
 
-Ghazi et al. 2023 (arXiv:2311.08357), sections 3.1 and 4.3.
+Most rows of a large table occur in few examples, so that noise outweighs what they learn. FEST
+selects frequent rows before training (`selection/`) and never moves any other row. AdaFEST+ chooses
+again among the selected rows in every step, as AdaFEST does among all rows (`adafest.py`).
+
+Reference: Ghazi et al. 2023 (arXiv:2311.08357), sections 3.1 and 4.3.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from lightning_dpsparse.mechanisms.selection.state import SelectionState, select
 class FEST(Mechanism):
     """DP-SGD on the selected rows: all of them get noise in every step, and no others move.
 
-    The selection is a release of its own, charged beside the steps. Any fused optimizer.
+    A selection by the training data is a release of its own, and is charged beside the steps. Any
+    fused optimizer works.
     """
 
     selection: Selection
-    """Which rows."""
+    """How the rows that training may update are selected."""
 
     is_private: ClassVar[bool] = True
     threat_model: ClassVar[str] = (
@@ -38,7 +43,7 @@ class FEST(Mechanism):
         return SelectionState(self, kernels, noise)
 
     def choose_rows(self, batch: BatchReads) -> list[RowChoice]:
-        """All selected rows, whoever reads them."""
+        """Choose all selected rows, whether anybody read them or not."""
         choices = []
         for read in batch.reads:
             row_U, selected_R = read.bags.runs.row_U, selected_rows(read)
@@ -51,10 +56,10 @@ class FEST(Mechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaFESTPlus(AdaFEST):
-    """AdaFEST among the rows that FEST selects: an example counts for, and moves, only those."""
+    """AdaFEST among selected rows: an example counts for these rows only, and moves no others."""
 
     selection: Selection
-    """Which rows may pass the threshold."""
+    """How the rows that may pass the threshold are selected."""
 
     threat_model: ClassVar[str] = (
         "The adversary sees the selected rows and every model on the way, after each step and with "
@@ -69,5 +74,5 @@ class AdaFESTPlus(AdaFEST):
 
 
 def selection_of(mechanism: Mechanism) -> Selection | None:
-    """How its rows are selected before training; None if all may take part."""
+    """How a mechanism selects rows before training; None if all rows may take part."""
     return mechanism.selection if isinstance(mechanism, (FEST, AdaFESTPlus)) else None

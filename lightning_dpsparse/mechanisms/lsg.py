@@ -1,14 +1,15 @@
 """Low-rank gradients for dense layers: RGP, and LSG, which makes them sparse as well.
 
-A weight W is taken apart into L R by one step of the power method, and a step releases gradients on
-L and R: rank * (outputs + inputs) numbers instead of outputs * inputs, each with the same noise.
+Every number that a step releases gets noise, so a layer suffers less if it releases fewer. A weight
+W is decomposed into L R by one step of the power method, and a step releases gradients on L and R:
+rank * (outputs + inputs) numbers instead of outputs * inputs, each with the same noise.
 
-References: Yu et al. 2021, RGP (arXiv:2106.09352); Ito et al. 2022, LSG (arXiv:2207.02699). Read
-with these corrections: L and R of all layers are clipped together and with the tables, so that a
-step is one Gaussian, not two for every layer; units that do *not* matter are frozen; W is the one
-before the step. The papers write W with inputs first; here, as in PyTorch, outputs come first.
-Equation 3 is the same either way as long as there is no noise and nothing is frozen; otherwise its
-last term is made of dL here, and of dR there.
+References: Yu et al. 2021, RGP (arXiv:2106.09352); Ito et al. 2022, LSG (arXiv:2207.02699). We
+correct the papers in three points: L and R of all layers are clipped together and with the tables,
+so that a step is one Gaussian, not two for every layer; outputs and inputs that do *not* matter are
+frozen; W is the weight before the step. The papers write W with inputs first; here, as in PyTorch,
+outputs come first. Equation 3 is the same either way as long as there is no noise and nothing is
+frozen; otherwise its last term is made of dL here, and of dR in the papers.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from lightning_dpsparse.refused import Refused
 
 @dataclass(frozen=True)
 class RGP(OnLayers):
-    """Gradients on L and R of the given rank.
+    """Releases gradients on two factors L and R of each weight, of the given rank.
 
-    A layer whose factors would be no smaller than itself stays as it is.
+    A layer whose factors would be no smaller than its weight releases the gradient itself.
     """
 
     rank: int
+    """Number of columns of L and of rows of R, for every layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,23 +64,23 @@ class RGP(OnLayers):
     def _live(
         self, weight_OI: Tensor, columns: int, step: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Outputs and inputs that are updated; None is all."""
+        """Outputs and inputs that are updated in this step; None means all of them."""
         return None, None
 
 
 @dataclass(frozen=True)
 class LSG(RGP):
-    """The same, only on rows of L and columns of R whose outputs and inputs matter most.
+    """RGP on those rows of L and columns of R only whose outputs and inputs matter most.
 
-    A unit matters by the sum of its absolute weights: those of an output, or of an input; of a
-    whole kernel in a convolution (equations 4 to 7).
+    An output or an input matters by the sum of its absolute weights. In a convolution an input is a
+    channel, with all places of its kernels (equations 4 to 7).
     """
 
     sparsity: float = 0.3
-    """The part of the outputs, and of the inputs, that is frozen."""
+    """Fraction of the outputs, and of the inputs, that are frozen in a step. 0 freezes nothing."""
 
     warmup: int = 0
-    """Steps before anything is frozen: weights at their initial values say little."""
+    """Number of steps before anything is frozen: initial weights do not show yet what matters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +106,7 @@ def check_sparsity(sparsity: float) -> None:
 
 
 def most_important(importance: Tensor, sparsity: float) -> Tensor:
-    """Where the largest stand, in order, without a `sparsity` part of all.
+    """Positions of the largest values, increasing; a fraction `sparsity` of all is left out.
 
     >>> most_important(torch.tensor([1.0, 3.0, 2.0, 0.0]), 0.5)
     tensor([1, 2])
@@ -114,15 +116,18 @@ def most_important(importance: Tensor, sparsity: float) -> Tensor:
 
 
 def decompose(weight_OI: Tensor, random_KI: Tensor) -> tuple[Tensor, Tensor]:
-    """L (O, K) and R (K, I), with orthonormal columns and rows, near the span of the largest
-    singular vectors: one step of the power method from a random start (algorithm 2)."""
+    """L (O, K) and R (K, I), which span nearly the largest singular vectors of a weight.
+
+    Columns of L and rows of R are orthonormal. They come from one step of the power method with a
+    random start (algorithm 2).
+    """
     left_OK = torch.linalg.qr(weight_OI @ random_KI.mT).Q
     right_IK = torch.linalg.qr(weight_OI.mT @ left_OK).Q
     return left_OK, right_IK.mT.contiguous()
 
 
 class LowRank(Form):
-    """dL = G R^T and dR = L^T G, on their live rows and columns (equation 8).
+    """Gradients dL = G R^T and dR = L^T G, on their live rows and columns (equation 8).
 
     G is a sum of outer products g a^T, so these are sums of g (R a)^T and (L^T g) a^T.
     """
@@ -168,7 +173,7 @@ class LowRank(Form):
         return left + outer_square_norm(_masked(a_BTI, self.live_M), g_BTO @ left_OK)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Live rows of dL, and live columns of dR."""
+        """Views of the live rows of dL, and of the live columns of dR."""
         rank = self.right_KI.shape[0]
         left, right = flat.split(self._sizes)
         return left.view(-1, rank), right.view(rank, -1)
@@ -181,7 +186,7 @@ class LowRank(Form):
 
 
 def _masked(values: Tensor, live: Tensor | None) -> Tensor:
-    """Zeros in the columns that are not live. Quicker than to copy those that are."""
+    """Values with zeros in all columns that are not live. To copy the live ones would be slower."""
     if live is None:
         return values
     is_live = values.new_zeros(values.shape[-1]).index_fill_(0, live, 1.0)

@@ -1,6 +1,9 @@
 """Sparse DP-SGD for dense layers: small weights are frozen (Luo et al. 2021, CVPR).
 
-The baseline of the LSG paper (arXiv:2207.02699) that has sparsity and no low rank.
+Every number that a step releases gets noise, and small weights lose most by it. So a step releases
+gradients on the largest weights only. Which weights are large is read from the model before the
+step, which is private already, so the choice costs nothing. This is the baseline of the LSG paper
+(arXiv:2207.02699) that has sparsity and no low rank; see `lsg.py`.
 """
 
 from __future__ import annotations
@@ -24,21 +27,22 @@ from lightning_dpsparse.refused import Refused
 # B examples, T positions, O outputs, I inputs (times places in a kernel), M live numbers
 
 _MOST_NUMBERS = 1 << 22
-"""Of per-example gradients that are built at a time."""
+"""Most numbers of per-example gradients that are built at a time."""
 
 
 @dataclass(frozen=True)
 class SparseDPSGD(OnLayers):
-    """Gradients on the largest weights only; in convolutions on the kernels with the largest sums.
+    """Releases gradients on the largest weights only.
 
-    The rest is frozen in this step: not clipped, not noised, not updated.
+    In a convolution these are the kernels with the largest sums of absolute weights. All other
+    weights are frozen in the step: they count for no norm, and get no noise and no update.
     """
 
     sparsity: float
-    """The part of the weights that is frozen."""
+    """Fraction of the weights of a layer that are frozen in a step. 0 freezes nothing."""
 
     warmup: int = 0
-    """Steps before anything is frozen: weights at their initial values say little."""
+    """Number of steps before anything is frozen: initial weights do not show yet what matters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +63,7 @@ class SparseDPSGD(OnLayers):
 
 
 class Masked(Form):
-    """The live numbers of a gradient, one after the other."""
+    """A gradient as the list of its live numbers."""
 
     def __init__(self, is_live_OI: Tensor) -> None:
         self._is_live_OI = is_live_OI
@@ -81,12 +85,12 @@ class Masked(Form):
     def _square_norm(self, a: Tensor, g: Tensor) -> Tensor:
         """sum over live (o, i) of (sum_t g_to a_ti)^2.
 
-        With one position that is (g^2)^T live a^2. With more, gradients are built, of a few
-        examples at a time.
+        With one position this is (g^2)^T live a^2. With more positions the gradients are built, for
+        a few examples at a time.
         """
         live_OI = self._is_live_OI.to(g.dtype)
         if a.shape[1] == 1:
-            # Squares of the factors may be out of range where the product's is not.
+            # The squares of g and a may leave the range of floats where that of g a does not.
             a, largest_a = _scaled(a)
             g, largest_g = _scaled(g)
             norms_B = ((g.square() @ live_OI) * a.square()).sum((1, 2)).sqrt_()
@@ -100,6 +104,6 @@ class Masked(Form):
 
 
 def _scaled(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Every example over its largest number, and that number, (B,)."""
+    """Every example divided by its largest absolute number, and these numbers, (B,)."""
     largest_B = value.abs().amax((1, 2)).clamp_min(torch.finfo(value.dtype).tiny)
     return value / largest_B[:, None, None], largest_B

@@ -29,19 +29,20 @@ from lightning_dpsparse.refused import Refused
 
 @dataclass(frozen=True)
 class LazyDP(Mechanism):
-    """DP-SGD's released model, at the price of the rows that are read.
+    """Releases the same model as DP-SGD, and updates only the rows that are read.
 
     A row pays what it owes before it is read, in training and in evaluation, and all rows pay
-    before anything leaves: what can be seen has the distribution that DP-SGD gives it. SGD only.
+    before anything is released. So what can be seen has the distribution that DP-SGD gives it. The
+    fused optimizer must be SGD.
     """
 
     aggregate: bool = True
-    """Draw what a row owes at once. Otherwise it is drawn step by step, which is slow and takes
-    memory for every step that the rows of a batch or chunk owe; with noise_source=row_keyed these
-    are the very draws of DP-SGD. This is for study."""
+    """Whether a row pays all that it owes with one draw. Otherwise it pays with a draw for every
+    step, which is for study: it is slow, and takes memory for every step that the rows of a batch
+    or chunk owe. With noise_source=row_keyed these are the very draws of DP-SGD."""
 
     chunk_rows: int = 1 << 14
-    """Number of rows that pay at a time when all rows do."""
+    """Number of rows that pay at a time when all rows pay."""
 
     is_private: ClassVar[bool] = True
     threat_model: ClassVar[str] = (

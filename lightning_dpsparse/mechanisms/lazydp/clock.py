@@ -1,4 +1,4 @@
-"""What becomes of a row while nobody reads it, in closed form.
+"""How much a row owes: what many steps do to a row that nobody reads, in closed form.
 
 A row that waits for many steps need not go through them one by one. At every step, a row without a
 gradient goes through
@@ -11,7 +11,7 @@ with the step's learning rate, weight decay and noise. From step h to step t tha
     A_t = prod_{u <= t} (1 - eta_u lambda),    R_t = sum_{u <= t} (eta_u s_u / A_u)^2
 
 Any optimizer that is linear, with coefficients that do not depend on data, has such a form. Adagrad
-and its kin do not: their step size is a function of past noise.
+has none, because its step size depends on past noise. `debts.py` has the rows that owe.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from lightning_dpsparse.refused import Refused
 # T steps, U rows, K pairs of a row and a step that it owes
 
 _SMALLEST_LOG_DECAY = -200.0
-"""A is brought back to one before it gets here: 1 / A^2 would leave the range of float64."""
+"""When log A falls below this, A is set back to one: 1 / A^2 would leave the range of float64."""
 
 
 class Clock:
-    """The steps taken so far, numbered from one: what each of them does to a row that waits."""
+    """The steps taken so far, numbered from one, and what each of them does to a row that waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.now = 0
         self.last_step = 0
         """The name under which the latest step's noise is drawn."""
-        # As of now: reading them back would wait for a GPU.
+        # The latest entries of the tensors below. To read them there would wait for a GPU.
         self._log_decay, self._owed, self._owed_low = 0.0, 0.0, 0.0
         self._is_decaying = False
         self._log_decay_T = torch.zeros(256, dtype=torch.float64, device=device)
-        # R and what rounding left out of it: late steps with a small learning rate would be lost
-        # beside early ones, and their noise with them.
+        # R is kept with what rounding left out of it. Otherwise late steps with a small learning
+        # rate would be lost beside early ones, and their noise with them.
         self._owed_T = torch.zeros_like(self._log_decay_T)
         self._owed_low_T = torch.zeros_like(self._log_decay_T)
         self._scale_T = torch.zeros_like(self._log_decay_T)
@@ -50,7 +50,7 @@ class Clock:
     def tick(
         self, step: int, noise_stddev: float, learning_rate: float, weight_decay: float = 0.0
     ) -> None:
-        """Note one step more. `step` is the name under which its noise is drawn."""
+        """Note one more step. `step` is the name under which its noise is drawn."""
         shrink = learning_rate * weight_decay
         if not shrink < 1:
             raise Refused(
@@ -70,7 +70,7 @@ class Clock:
         self._scale_T[now], self._step_T[now] = scale, step
         self.now, self.last_step = now, step
         if self._log_decay < _SMALLEST_LOG_DECAY:
-            # The same differences, seen from now: A_t^2 (R_t - R_h) does not change.
+            # A and R start anew from here. That leaves every A_t^2 (R_t - R_h) as it is.
             self._owed_T.sub_(self._owed).add_(self._owed_low_T.sub_(self._owed_low))
             self._owed_T.mul_(math.exp(2 * self._log_decay))
             self._owed_low_T.zero_()
@@ -78,19 +78,19 @@ class Clock:
             self._log_decay, self._owed, self._owed_low = 0.0, 0.0, 0.0
 
     def stddev(self, since_U: Tensor) -> Tensor:
-        """Standard deviation of what rows owe that have paid through step `since_U`."""
+        """Standard deviation of what rows owe now if they have paid through step `since_U`."""
         owed_U = self._owed - self._owed_T.index_select(0, since_U)
         owed_U += self._owed_low - self._owed_low_T.index_select(0, since_U)
         return owed_U.sqrt_().mul_(math.exp(self._log_decay))
 
     def decay(self, since_U: Tensor) -> Tensor | None:
-        """The factor by which rows' weights have decayed since then; None means by nothing."""
+        """The factor by which rows have decayed since step `since_U`; None means no decay."""
         if not self._is_decaying:
             return None
         return (self._log_decay - self._log_decay_T.index_select(0, since_U)).exp_()
 
     def steps_since(self, since_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Every step that every row owes, row by row: position of the row, step, coefficient.
+        """All pairs of a row and a step that it owes: position of the row, step, coefficient.
 
         A row owes the sum of coefficient * n over its steps, with n standard normal.
         """
@@ -108,7 +108,7 @@ class Clock:
 
 
 def _exact_sum(large: float, small: float) -> tuple[float, float]:
-    """The sum in floating point, and what that leaves out (Knuth's two-sum)."""
+    """The sum of two floats as rounded, and the rounding error (Knuth's two-sum)."""
     total = large + small
     back = total - large
     return total, (large - (total - back)) + (small - back)

@@ -1,7 +1,8 @@
 """What the rows of one stack of tables owe, and how they pay it.
 
-For every row the last step is kept through which it has paid: four bytes a row. What it owes since
-then is told by the clock (`clock.py`), and is drawn when it pays.
+What rows owe is not stored. For every row only the last step is kept through which it has paid,
+which takes four bytes. The clock (`clock.py`) tells how much a row owes since then, and its noise
+is drawn when it pays. When rows pay is decided in `state.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from lightning_dpsparse.noise.regrid import regrid_
 
 @dataclass(frozen=True)
 class Bill:
-    """theta <- decay * theta + noise on some rows, and they owe nothing through a step."""
+    """What some rows owe. They pay it by theta <- decay * theta + noise."""
 
     rows_U: Tensor
     noise_UD: Tensor
     decay_U: Tensor | None
+    """The factor by which each row has decayed; None means no decay."""
     through: int
+    """The last step that this bill pays for."""
 
 
 class Debts:
-    """What the rows of one stack of tables owe. Secret, as are the weights until all is paid.
+    """What the rows of one stack of tables owe. It is secret, and so are weights that owe noise.
 
     Guarantees: a row pays for every step exactly once. An interruption can at worst make a row
     that was about to be read pay twice, never less than it owes. With a grid, weights are multiples
@@ -64,7 +67,7 @@ class Debts:
         return values if self.grid is None else round_to_(values, self.grid)
 
     def land(self, rows_U: Tensor, values_UD: Tensor, spacing: float, scale: float) -> Tensor:
-        """A step on these rows, scaled and on the grid; values are multiples of `spacing`."""
+        """Scale a step on these rows and put it on the grid. Values are multiples of `spacing`."""
         return self._land(rows_U, values_UD, spacing, scale, self._next_part())
 
     def _land(
@@ -77,7 +80,7 @@ class Debts:
         return regrid_(values_UD, spacing, scale, self.grid, dither_UD)
 
     def bill(self, rows_U: Tensor) -> Bill:
-        """What these rows owe: each listed once, in increasing order. It must be paid as drawn."""
+        """Draw what these rows owe. They must increase, and the bill must be paid as drawn."""
         since_U = self._paid_through_R.index_select(0, rows_U)
         owed_UD = self._draw(rows_U, since_U, self._next_part())
         return Bill(rows_U, owed_UD, self._clock.decay(since_U), self._clock.now)
@@ -92,21 +95,21 @@ class Debts:
         self.note(bill.rows_U, bill.through)
 
     def note(self, rows_U: Tensor, through: int) -> None:
-        """These rows have paid through a step."""
+        """Note that these rows have paid through a step."""
         self._paid_through_R.index_fill_(0, rows_U, through)
 
     def owing(self, rows_U: Tensor) -> Tensor:
-        """Those of the rows that owe anything."""
+        """Those of the given rows that owe noise."""
         return rows_U[self._paid_through_R.index_select(0, rows_U) < self._clock.now]
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """Pieces of work that `pay_chunk` does, in any order: first row, end, name."""
+        """First row, end and name of each chunk that `pay_chunk` must pay, in any order."""
         for start in range(0, len(self._weight_RD), self._chunk_rows):
             stop = min(start + self._chunk_rows, len(self._weight_RD))
             yield start, stop, self._next_part()
 
     def pay_chunk(self, start: int, stop: int, part: int) -> None:
-        """All rows from `start` to `stop` pay. Nothing is written before all is drawn."""
+        """Have all rows from `start` to `stop` pay. Nothing is written before all is drawn."""
         since_U = self._paid_through_R[start:stop]
         if bool((since_U == self._clock.now).all()):
             return
@@ -120,7 +123,7 @@ class Debts:
         since_U.fill_(self._clock.now)
 
     def _draw(self, rows_U: Tensor, since_U: Tensor, part: int) -> Tensor:
-        """The noise that each row owes, by now."""
+        """Draw the noise that each row owes by now."""
         clock, width = self._clock, self._weight_RD.shape[1]
         if self._aggregate:
             owed_UD = self._weight_RD.new_empty(len(rows_U), width)
@@ -134,7 +137,8 @@ class Debts:
         count_U = clock.now - since_U.long()
         start_U = count_U.cumsum(0) - count_U
         index_K = torch.arange(len(position_K), device=rows_U.device)
-        # In units of the last step's coefficient: what one step owes has its spacing.
+        # Sums are in units of the last step's coefficient. So what a row owes for one step keeps
+        # the spacing of its draw.
         last_U = torch.ones_like(since_U, dtype=torch.float64)
         is_owing_U = count_U > 0
         last_U[is_owing_U] = coefficient_K[(start_U + count_U - 1)[is_owing_U]]

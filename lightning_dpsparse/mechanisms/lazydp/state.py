@@ -56,7 +56,7 @@ class LazyTables(TableState):
 
     @property
     def _is_paid(self) -> bool:
-        """Whether no row owes anything, for certain."""
+        """Whether it is certain that no row owes noise."""
         return self._all_paid_through == self._clock.now
 
     # ---- a batch is read ------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class LazyTables(TableState):
         However often a row is read, it pays once. Outside training most rows have paid already, and
         are left out.
         """
-        self._pay_bills()  # of a step that was broken off, or of this step's first read
+        self._pay_bills()  # of a step that was interrupted, or of this step's first read
         if self._is_on_credit(reading) or self._is_paid:
             return
         with self.kernel.writing():
@@ -90,14 +90,14 @@ class LazyTables(TableState):
         # Rows that decay must be rewritten, not only added to: they pay before they are read.
         return reading is Reading.WHOLE_BATCH and self.kernel.weight_decay == 0.0
 
-    # ---- its step is released -------------------------------------------------------------------
+    # ---- the step is released -------------------------------------------------------------------
 
     def updates(self, sums: Sequence[RowGradient], step: int) -> Iterator[list[RowGradient]]:
-        """Noise on the rows that were read. All other rows owe it from now on.
+        """Put noise on the rows that were read. All other rows owe it from now on.
 
         They owe it before any gradient is applied: an interruption in between leaves too much
-        noise, not too little. Where the learning rate is so small that the step's noise would be
-        lost in rounding, the tables rest: nothing is applied, and nothing is owed.
+        noise, not too little. If the learning rate is so small that the step's noise would be lost
+        in rounding, the step leaves the tables alone: nothing is applied, and nothing is owed.
         """
         kernel, stddev = self.kernel, self.noise.stddev
         if not is_felt(stddev * kernel.learning_rate, self.grid):
@@ -108,7 +108,7 @@ class LazyTables(TableState):
 
     @torch.no_grad()
     def apply(self, update: list[RowGradient]) -> None:
-        """SGD on the rows' grid: w <- (1 - lr decay) w - lr g~, with what was read on credit."""
+        """Make an SGD step on the grid, w <- (1 - lr decay) w - lr g~, and pay the open bills."""
         for i, (debts, gradient) in enumerate(zip(self.debts, update)):
             if gradient.rows_U.numel():
                 owed_UD = self._bills[i].noise_UD if self._bills else None
@@ -145,7 +145,7 @@ class LazyTables(TableState):
                     yield partial(debts.pay_chunk, *chunk)
 
     def note_work_done(self) -> None:
-        """Weights that have outgrown their grid, and now may be seen, get a coarser one."""
+        """Give weights that have outgrown their grid a coarser one, now that they may be seen."""
         self._all_paid_through = self._clock.now
         if self.grid is None:
             return
@@ -157,7 +157,7 @@ class LazyTables(TableState):
                 self._put_on(grid)
 
     def _pay_bills(self) -> None:
-        """What was read on credit is paid by itself."""
+        """Pay what was read on credit by itself, without the update of a step."""
         with self.kernel.writing():
             for debts, bill in zip(self.debts, self._bills):
                 debts.pay(bill)

@@ -15,21 +15,23 @@ from torch import Tensor
 from lightning_dpsparse.refused import Refused
 
 _LEAST_NOISE = 8
-"""Spacings of the grid in the standard deviation of one step. With as many, rounding adds less than
-a part in 700 to the variance of a payment, and several payments have the law of one."""
+"""Least number of grid spacings in the standard deviation of one step's noise. With so many,
+rounding adds less than a part in 700 to the variance of a payment, and the sum of several payments
+has the distribution of one."""
 
 _ENOUGH_NOISE = 1 << 16
-"""A finer grid gains nothing: learning rates may fall to a ten-thousandth."""
+"""Number of grid spacings in the first step's noise that is always enough: the learning rate may
+then fall to about a ten-thousandth."""
 
 _HELD = 24
-"""Binary digits that float32 holds."""
+"""Number of binary digits that float32 holds."""
 
 
 def payment_grid(weights: list[Tensor], noise_stddev: float) -> float | None:
-    """The spacing of weights that owe noise, or None where there is none to owe.
+    """The spacing of weights that owe noise; None means that there is no noise.
 
-    As fine as leaves room for weights four times the largest, and at least for one: float32 holds
-    2^24 multiples exactly.
+    It leaves room for weights four times as large as the largest now, and at least for 1.0: float32
+    holds 2^24 multiples of the spacing exactly. It is no finer than is of use.
     """
     if noise_stddev == 0:
         return None

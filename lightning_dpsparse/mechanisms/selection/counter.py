@@ -1,4 +1,9 @@
-"""Counting how many examples read each row of each table."""
+"""Counts how many examples read each row of each table, for a selection by the data.
+
+One example may have many ids, and must not move the counts by much. So it counts once for a row,
+and only with a few distinct ids of every bag. The counts here are exact, and secret: noise comes on
+top in `frequencies.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class IdCounter:
     def add(self, features: Features) -> None:
         """Count one batch of examples."""
         for table in self._tables:
-            # A model may add features of its own to the batch's, as negatives that it draws.
+            # A table may have features that the model itself adds to a batch, such as negatives.
             found = [f for f in table.features if f in features]
             if not found:
                 raise Refused(
@@ -44,7 +49,7 @@ class IdCounter:
             self.counts[table.name].index_add_(0, ids, torch.ones_like(ids))
 
     def _distinct(self, ids_L: Tensor, lengths_B: Tensor, feature: str, num_rows: int) -> Tensor:
-        """example * num_rows + id for the first m_f distinct ids of every bag, smallest first."""
+        """Keys example * num_rows + id of the m_f smallest distinct ids of every bag, sorted."""
         most = self._histogram.most_ids(feature)
         if ids_L.numel() and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < num_rows:
             raise Refused(
@@ -65,7 +70,7 @@ class IdCounter:
     def totals(
         self, sum_over_ranks: Callable[[Tensor], None], device: torch.device
     ) -> dict[str, Tensor]:
-        """The counts of all ranks together."""
+        """The counts of all ranks, added up, on every rank."""
         totals = {name: count_R.to(device) for name, count_R in self.counts.items()}
         for count_R in totals.values():
             sum_over_ranks(count_R)

@@ -1,4 +1,9 @@
-"""How often every id occurs: public counts from a file, or counts of the data with noise."""
+"""How often every id occurs: public counts from a file, or counts of the data with noise.
+
+Counts of the data must not show that one example was there. So every row of every table gets noise,
+rows that nobody reads included, and one example may move few counts only. The noise is Gaussian or,
+as in the paper, Gumbel noise. `selection.py` selects the rows with the largest counts.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +28,24 @@ from lightning_dpsparse.refused import Refused
 
 
 class Frequencies(ABC):
-    """Where counts of ids come from."""
+    """A source of counts, one for every row of every table."""
 
     @abstractmethod
     def event(self, tables: Sequence[Table]) -> DpEvent | None:
-        """What one release of all counts costs; None is nothing."""
+        """What one release of all counts costs; None means that it costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicFrequencies(Frequencies):
-    """Counts from a file. The report names it: nobody can check that it is public."""
+    """Counts from a file. The report names the file, because nobody can check that it is public."""
 
     path: str
-    """An .npz file with an array for every table, under its name: a count for every row."""
+    """Path of an .npz file. It holds an array for every table, under the table's name, with a count
+    for every row."""
 
     @property
     def trusted(self) -> str:
-        """For the report."""
+        """What the report says of the file."""
         return f"The frequencies in {self.path}, by which rows were selected: taken to be public."
 
     def event(self, tables: Sequence[Table]) -> None:
@@ -68,15 +74,15 @@ class PublicFrequencies(Frequencies):
 class Histogram(Frequencies):
     """Counts of the training data with noise on every row of every table.
 
-    An example counts once for every row that it reads, whatever features lead there, with at most
-    m_f distinct ids of a bag of feature f: so it moves at most sum_f m_f counts, each by one.
+    An example counts once for every row that it reads, by whatever features, and with at most m_f
+    distinct ids of a bag of feature f. So it moves at most sum_f m_f counts, each by one.
     """
 
     max_ids_per_bag: int = 1
-    """m_f: distinct ids of one bag that are counted. Further ones are left out."""
+    """m_f: number of distinct ids of one bag that are counted. Further ids are left out."""
 
     max_ids_of: Mapping[str, int] = field(default_factory=dict)
-    """m_f for features by name, where it differs."""
+    """m_f of single features, by name. All other features use max_ids_per_bag."""
 
     def __post_init__(self) -> None:
         if min([self.max_ids_per_bag, *self.max_ids_of.values()]) < 1:
@@ -97,7 +103,7 @@ class Histogram(Frequencies):
         source: NoiseSource,
         release: int,
     ) -> dict[str, Tensor]:
-        """The counts of all rows, with noise. `release` names the draws: new every time.
+        """Add noise to the counts of all rows. `release` names the draws, and must be new.
 
         Guarantees: counts and noise are multiples of one public power of two, at most one, so that
         no digit of a noisy count belongs to its noise alone (`noise/grid.py`).
@@ -117,24 +123,26 @@ class Histogram(Frequencies):
 
     @abstractmethod
     def scale(self, tables: Sequence[Table], examples_per_unit: int) -> float:
-        """Of the noise."""
+        """Scale of the noise on each count."""
 
     @abstractmethod
     def draw(
         self, count: int, scale: float, source: NoiseSource, stream: Stream, device: torch.device
     ) -> Tensor:
-        """Noise for so many rows."""
+        """Draw noise of this scale for `count` rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyHistogram(Histogram):
     """Gaussian noise of standard deviation noise_multiplier * k * sqrt(sum_f m_f).
 
-    k is the most examples that a unit has. However many rows are then selected costs no more.
+    k is the largest number of examples that a unit has. The cost does not depend on how many rows
+    are selected.
     """
 
     noise_multiplier: float = 50.0
-    """Over the most that a unit may move the counts, in norm."""
+    """Standard deviation of the noise on each count, divided by the most that one unit may move all
+    counts together (in L2 norm)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,14 +164,14 @@ class NoisyHistogram(Histogram):
 
 @dataclass(frozen=True, kw_only=True)
 class GumbelHistogram(Histogram):
-    """Gumbel noise of scale 1 / epsilon, as in the paper, at its true cost.
+    """Gumbel noise of scale 1 / epsilon, as in the paper, charged at its true cost.
 
-    Whose count moves by one has a loss of -e + (exp(e) - 1) E or e - (1 - exp(-e)) E with
+    A count that moves by one has a privacy loss of -e + (exp(e) - 1) E or e - (1 - exp(-e)) E with
     E ~ Exp(1), for any number of selected rows, and an example moves sum_f m_f counts.
     """
 
     epsilon: float = 0.01
-    """One over the scale. Not what the release costs."""
+    """One over the scale of the noise on each count. It is not what the release costs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +182,7 @@ class GumbelHistogram(Histogram):
         return composed([(gumbel(self.epsilon), self.counts_per_example(tables))])
 
     def scale(self, tables: Sequence[Table], examples_per_unit: int) -> float:
-        assert examples_per_unit == 1  # the plan refuses users
+        assert examples_per_unit == 1  # the plan refuses this noise for users
         return 1.0 / self.epsilon
 
     def draw(

@@ -1,4 +1,9 @@
-"""The description of a selection: which rows training may touch."""
+"""The description of a selection: which rows training may update.
+
+These are the rows with the largest counts, in each table or over all tables. The description says
+where counts come from (`frequencies.py`), how many rows are selected, and what ids of other rows
+read. `selector.py` carries it out.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +23,29 @@ from lightning_dpsparse.refused import Refused
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The rows that training may touch: those with the largest counts."""
+    """The rows that training may update: those with the largest counts."""
 
     frequencies: Frequencies
-    """PublicFrequencies, NoisyHistogram or GumbelHistogram."""
+    """Where the counts come from: PublicFrequencies, NoisyHistogram or GumbelHistogram."""
 
     rows_per_table: int | None = None
-    """How many of each table. Smaller tables are taken whole."""
+    """Number of rows that are selected in each table. Smaller tables are selected whole."""
 
     rows_in_total: int | None = None
-    """Or: how many of all tables together, whichever they are in."""
+    """Instead of rows_per_table: number of rows that are selected over all tables together."""
 
     unselected: Literal["frozen", "out_of_vocabulary"] = "frozen"
-    """Ids of other rows read those rows' initial values, which no data has touched; or they read
-    one row of their table that stands for all of them, and learns."""
+    """What ids of other rows read. With frozen they read their own rows, which keep their initial
+    values. With out_of_vocabulary they read one row of their table, which stands for all of them
+    and learns."""
 
     out_of_vocabulary_row: int = 0
-    """That row. It is always selected, beside the others."""
+    """With out_of_vocabulary: the row of every table that stands for all ids of other rows. It is
+    always selected, in addition to rows_per_table or rows_in_total."""
 
     renew: bool = False
-    """With by_day: count every period before training on it, and select by the sum so far."""
+    """Whether every period is counted before training on it, so that rows are selected by the sum
+    of all counts so far. It needs by_day."""
 
     def __post_init__(self) -> None:
         given = [self.rows_per_table, self.rows_in_total]
@@ -63,14 +71,14 @@ class Selection:
         return self.unselected == "out_of_vocabulary"
 
     def num_rows(self, tables: Sequence[Table]) -> int:
-        """How many rows will be selected, the out-of-vocabulary ones aside."""
+        """Number of rows that will be selected, without the out-of-vocabulary ones."""
         if self.rows_per_table is not None:
             return sum(min(self.rows_per_table, table.num_rows) for table in tables)
         assert self.rows_in_total is not None
         return min(self.rows_in_total, sum(table.num_rows for table in tables))
 
     def largest(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The selected rows of every table, sorted. A function of the scores alone."""
+        """The selected rows of every table, sorted. They depend on the scores alone."""
         if self.rows_per_table is not None:
             rows = {
                 name: score_R.topk(min(self.rows_per_table, len(score_R)), sorted=False).indices

@@ -1,4 +1,9 @@
-"""The selection of one run: when rows are chosen, what is kept of it, and who is told."""
+"""The selection of one run: when rows are selected, who is told, and what a checkpoint keeps.
+
+Rows are selected before training or, with `Selection.renew`, before every period. Rank 0 selects
+for all ranks. It tells the mechanism's state, which updates these rows only (`state.py`), and the
+model, where ids of other rows may have to read one shared row.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class RanksAndModel(Protocol):
     """What a selection needs of the other ranks and of the model's tables."""
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank."""
+        """Return on every rank what rank 0 makes."""
         ...
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
@@ -36,14 +41,14 @@ class RanksAndModel(Protocol):
         ...
 
     def share_a_row(self, rows: Rows, row_for_others: int | None) -> None:
-        """Have all ids but these rows read one row of their table, if there is one for them."""
+        """Have ids of other rows read `row_for_others`; None means that they read their own."""
         ...
 
 
 class RowSelector:
     """Selects rows for a run, and tells the module's tables.
 
-    Counts of earlier periods are kept with their noise, on rank 0: adding them up costs nothing.
+    Counts of earlier periods are kept with their noise, on rank 0. To add them up costs nothing.
     """
 
     def __init__(
@@ -78,21 +83,21 @@ class RowSelector:
             )
 
     def open(self, state: MechanismState) -> None:
-        """Training begins: this state is told of the rows, now and when they are renewed."""
+        """Tell this state of the selected rows, now and whenever they are renewed."""
         assert isinstance(state, SelectionState)
         self._state = state
         if self._rows is not None:
             state.set_selected_rows(self._rows)
 
     def select_by_public_counts(self, frequencies: PublicFrequencies) -> None:
-        """Select by counts from a file. There is nothing to pay."""
+        """Select by counts from a file, which costs nothing."""
         scores = frequencies.scores
         self._take(self._world.from_rank_zero(lambda: self.selection.largest(scores(self._tables))))
 
     def select_by_data(
         self, batches: Iterable[Features], device: torch.device, *, release: int
     ) -> None:
-        """Select by counts of these batches. This one release must have been charged before.
+        """Select by counts of these batches. The release must have been charged before.
 
         `release` names the noise.
         """
@@ -121,16 +126,16 @@ class RowSelector:
 
     @property
     def row_for_others(self) -> int | None:
-        """The row that all other ids read; None if they read their own."""
+        """The row that ids of unselected rows read; None if they read their own rows."""
         return self.selection.out_of_vocabulary_row if self.selection.maps_to_one_row else None
 
     def summary(self) -> str:
-        """How many rows were selected, in a sentence."""
+        """A sentence that says how many rows were selected."""
         chosen = sum(len(rows) for rows in (self._rows or {}).values())
         return f"Selected {chosen:,} of {sum(table.num_rows for table in self._tables):,} rows."
 
     def state(self) -> dict[str, Any] | None:
-        """For checkpoints: the selected rows, and noisy counts where they will be renewed.
+        """What a checkpoint keeps: the selected rows, and the noisy counts if they are renewed.
 
         All of it was made privately, so it is no secret.
         """

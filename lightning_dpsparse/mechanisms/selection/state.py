@@ -1,4 +1,8 @@
-"""What the tables know of a selection: which of their rows may take part in a step."""
+"""What the tables know of a selection: which of their rows may take part in a step.
+
+`selector.py` speaks of whole tables. Here their selected rows become rows of the pieces that this
+rank holds, and the mechanisms of `fest.py` ask for them in every step.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ from lightning_dpsparse.engine.step_inputs import Read
 
 
 class SelectedRows(PublicRows):
-    """The tables of one kernel, of which only selected rows are updated."""
+    """What FEST and AdaFEST+ keep for one kernel: which rows of its tables may be updated."""
 
     selected_R: Tensor | None = None
-    """Rows that may take part: sorted; rows of all tables of the kernel share one numbering. None
+    """Rows that may take part, sorted, with one numbering for all tables of the kernel. It is None
     until rows were selected."""
 
     def set_selected_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Have only these rows of each whole table, by the path of its weight, take part."""
+        """Let only these rows of each whole table take part; keys are paths of the weights."""
         kernel, layout = self.kernel, self.kernel.layout
         pieces = []
         for t, (name, (first, _)) in enumerate(zip(kernel.table_names, kernel.shard_offsets)):
@@ -37,7 +41,7 @@ class SelectedRows(PublicRows):
 
 
 class SelectionState(MechanismState):
-    """All tables of this rank, of which only selected rows are updated."""
+    """What FEST and AdaFEST+ keep during a run: the selected rows of all tables of this rank."""
 
     def __init__(
         self, mechanism: Mechanism, kernels: Sequence[TableKernel], noise: StepNoise
@@ -46,7 +50,7 @@ class SelectionState(MechanismState):
         super().__init__(mechanism, self._selected, noise)
 
     def set_selected_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Have only these rows of each whole table, by the path of its weight, take part."""
+        """Let only these rows of each whole table take part; keys are paths of the weights."""
         for state in self._selected:
             state.set_selected_rows(rows)
 
