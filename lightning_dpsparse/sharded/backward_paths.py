@@ -1,8 +1,9 @@
-"""The ways that gradients take through a model, step by step.
+"""Checks the ways that gradients take through a model, in every step.
 
 A private step sees gradients at lookups and at dense calls that it knows. A graph that ends
 anywhere else would carry a gradient past clipping and noise: it is refused. A graph that differs
-from all before it may also join examples in a new way, so the probe is to look at it (`plugin`).
+from all before it may also join examples in a new way, so the probe must look at it
+(`plugin/probe/`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class BackwardPaths:
         self._known: set[object] = set()
         self._path: object = None
         self.is_probe_due = False
-        """Whether the probe is to look at this step, whatever its path."""
+        """Whether the probe must look at this step, even if its path is known."""
 
     def check(self, loss_n: Tensor, reads: Sequence[KernelRead], dense: DenseCapture) -> None:
-        """The graph must end where a private step can see it, and nowhere else."""
+        """Refuse a graph that ends anywhere but where a private step sees its gradients."""
         graph = graph_of(loss_n)
         if dense.has_gradients() or any(read.leaf.grad is not None for read in reads):
             raise Refused(
@@ -37,7 +38,7 @@ class BackwardPaths:
             )
         leaves = {id(read.leaf) for read in reads}
         for leaf in graph.leaves:
-            # TorchRec and the capture have leaves of no numbers.
+            # TorchRec and the capture make leaves without numbers, which get no gradient.
             if leaf.numel() and id(leaf) not in leaves and not dense.made(leaf):
                 raise Refused(
                     "Expected gradients on parameters of the module and on its tables only, found "
@@ -57,6 +58,6 @@ class BackwardPaths:
         return self.is_probe_due or self._path not in self._known
 
     def note_probed(self) -> None:
-        """The probe found nothing wrong with the path that this step took."""
+        """Note that the probe found nothing wrong with the path that this step took."""
         self._known.add(self._path)
         self.is_probe_due = False

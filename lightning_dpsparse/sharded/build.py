@@ -1,4 +1,9 @@
-"""Shard a module's tables in place, and keep what stays replicated in step."""
+"""Shards a module's tables in place, and keeps the dense layers of all ranks equal.
+
+Tables are cut into pieces that lie on different ranks (`placement.py`). Set-ups that would train
+wrongly are refused first (`refusals.py`). Dense layers are on every rank: all ranks start from rank
+0's values, and their gradients are added up.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from lightning_dpsparse.sharded.upstream import check_was_cut
 
 
 def divide_gradients_by_world_size(enabled: bool) -> None:
-    """TorchRec's process-wide switch, on by default. Here losses are scaled before backward."""
+    """Set TorchRec's switch, which is on by default. Here losses are scaled instead."""
     comm_ops.set_gradient_division(enabled)
 
 
@@ -73,14 +78,14 @@ def _existing_tables(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _common_seed() -> int:
-    """Rank 0's seed, so that ranks agree even where the user set none."""
+    """Rank 0's seed, so that ranks agree even if the user set no seed."""
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, src=0)
     return seed[0]
 
 
 def move_dense_to(module: nn.Module, device: torch.device) -> None:
-    """`module.to(device)` for everything but the sharded collections."""
+    """Call `.to(device)` on everything in a module but its sharded collections."""
     if isinstance(module, ShardedModule):
         return
     if not any(isinstance(child, ShardedModule) for child in module.modules()):
@@ -96,7 +101,7 @@ def move_dense_to(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_dense(module: nn.Module) -> None:
-    """Every rank starts from rank 0's dense parameters and buffers."""
+    """Give every rank the dense parameters and buffers of rank 0."""
     if isinstance(module, ShardedModule) or dist.get_world_size() == 1:
         return
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -111,7 +116,7 @@ def sum_gradients(parameters: list[nn.Parameter]) -> None:
     if dist.get_world_size() == 1 or not parameters:
         return
     for parameter in parameters:
-        if parameter.grad is None:  # unused here, perhaps not on another rank
+        if parameter.grad is None:  # not used on this rank, but perhaps on another
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -122,7 +127,7 @@ def sum_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def global_count(local_count: int, device: torch.device) -> Tensor:
-    """The sum of `local_count` over ranks, left on the device: no host synchronisation."""
+    """The sum of `local_count` over ranks. It stays on the device: the host need not wait."""
     count = torch.tensor(float(local_count), device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(count)
@@ -130,7 +135,7 @@ def global_count(local_count: int, device: torch.device) -> Tensor:
 
 
 def on_every_rank(value: object) -> list[object]:
-    """`value` of every rank, in rank order."""
+    """What every rank gave as `value`, in the order of ranks."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,7 +1,7 @@
 """Sharded checkpoints: a directory of torch.distributed.checkpoint shards plus `meta.pt`.
 
 Under "model" lies the module's state dict with whole tables as global tensors, so that a checkpoint
-of N ranks loads on M. Under "fused_optimizer" lies the tables' optimizer state.
+of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KERNEL_STEPS = "dpsparse_kernel_steps"
 def save(path: Path, module: nn.Module, model_state: dict[str, Any], meta: dict[str, Any]) -> None:
     """Write a checkpoint directory. Every rank calls this; rank 0 writes `meta.pt`."""
     path.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:  # a checkpoint that is being overwritten is none until all is written
+    if dist.get_rank() == 0:  # a half-written checkpoint must not pass for a whole one
         (path / META_FILE).unlink(missing_ok=True)
     dist.barrier()
     state = {"model": model_state}
@@ -76,7 +76,7 @@ def load(
 
 
 def consolidate(path: Path) -> dict[str, Any]:
-    """The whole checkpoint in this process's memory, in Lightning's single-file layout.
+    """Read a whole checkpoint into this process's memory, in Lightning's single-file layout.
 
     `["state_dict"]` then loads into the module with plain collections.
     """
@@ -92,7 +92,8 @@ def consolidate(path: Path) -> dict[str, Any]:
         path / META_FILE, map_location="cpu", weights_only=False
     )
     weights: Any = OrderedDict(state["model"])
-    weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}  # for who takes these alone
+    # Code that takes the weights alone finds their history here.
+    weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}
     checkpoint["state_dict"] = weights
     checkpoint["fused_optimizer"] = state.get("fused_optimizer", {})
     return checkpoint
@@ -122,7 +123,7 @@ def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]
 
 
 def load_whole_state(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Each rank takes its part of a plain state dict. Returns what it lacks of the module's."""
+    """Load this rank's part of a plain state dict. Returns the keys of the module that it lacks."""
     load_whole_tables(module, state)
     tables = [path for path, _ in sharded_tables(module)]
     dense = {key: value for key, value in state.items() if key not in tables}
@@ -131,9 +132,9 @@ def load_whole_state(module: nn.Module, state: Mapping[str, Tensor]) -> list[str
 
 
 def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> list[str]:
-    """Load what there is, and name what is missing.
+    """Load the entries of `state`, and return the keys that are missing.
 
-    Tables that are missing stay as they are: a sharded EmbeddingCollection fails without its own.
+    A table that is missing is loaded from itself: a sharded EmbeddingCollection fails without it.
     """
     mine = module.state_dict()
     tables = {path: mine[path] for path, _ in sharded_tables(module)}
@@ -142,7 +143,7 @@ def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> lis
 
 
 def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict: bool) -> None:
-    """One error that names what does not fit, instead of the loader's first complaint."""
+    """Refuse a checkpoint that does not fit the model, with an error that names what differs."""
     missing = [key for key in model_state if f"model.{key}" not in stored]
     if missing and strict:
         raise Refused(

@@ -1,7 +1,8 @@
 """The two kinds of table collections, and how they name their tables.
 
 An `EmbeddingBagCollection` adds up the rows of a bag; an `EmbeddingCollection` hands them over one
-by one, as sequences.
+by one, as sequences. Each has a sharded twin, whose tables are spread over ranks. All other files
+of this package tell the kinds apart by the functions below.
 """
 
 from __future__ import annotations

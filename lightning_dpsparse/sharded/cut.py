@@ -34,16 +34,16 @@ from lightning_dpsparse.sharded.upstream import TablePiece
 class PrivateLookup(nn.Module):
     """A sharded collection of TorchRec's whose lookups can be cut.
 
-    It also leaves out TorchRec's own initial values: those are drawn from the rank's generator
-    (equal halves on equal seeds), by initialisers that get a flat view. `initialise_shards` does it
-    instead.
+    It also skips TorchRec's own initial values. These would come from each rank's generator, so
+    that equal seeds give equal pieces, and from initialisers that see a flat view of a table.
+    `initialise_shards` draws them instead.
     """
 
     def reset_parameters(self) -> None:
-        """Do nothing: see above."""
+        """Do nothing, because `initialise_shards` draws the initial values."""
 
     def _first_examples(self, output: Any, size: int) -> Any:
-        """The collection's output for the first examples: the others are padding."""
+        """The collection's output for the first `size` examples. The others are padding."""
         raise NotImplementedError
 
     def _sum_of(self, output: Any) -> Tensor:
@@ -53,19 +53,19 @@ class PrivateLookup(nn.Module):
     def _create_lookups(self) -> None:
         super()._create_lookups()  # type: ignore[misc]
         self.reading = Reading.OUTSIDE
-        """Why rows are read now. Inside a private step lookups are cut, where gradients are on."""
+        """Why rows are read now. In a private step lookups are cut, unless gradients are off."""
         self.is_guarded = False
-        """Whether reads outside a private step have no gradient: it would update the rows."""
+        """Whether reads outside a private step get no gradient, which would update the rows."""
         self.reads: list[KernelRead] = []
         self.padded_size = 0
-        """Examples of every rank in a private read, those of the largest; zero if there was no
-        read. A rank without tables has one too."""
+        """Number of examples that every rank has in a private read, after padding to the largest
+        rank. It is zero if there was no read. Ranks without tables know it too."""
         self.local_size = 0
-        """Examples of this rank in it."""
+        """Number of examples of this rank in a private read, without padding."""
         self.states: dict[Kernel, TableState] = {}
-        """What the mechanism keeps for each kernel, from its first run on."""
+        """What the mechanism keeps for each kernel, from the first private run on."""
         self.path = upstream.path_of(self)
-        """Where the collection lies in its module."""
+        """Path of the collection in its module."""
         upstream.check_collection(self, is_pooled=is_pooled(self))
         self.is_weighted = is_pooled(self) and upstream.is_weighted(self)
         """Whether ids come with weights."""
@@ -99,12 +99,12 @@ class PrivateLookup(nn.Module):
 
     @property
     def reading_now(self) -> Reading:
-        """Why rows are read now: a read without gradients leads to no update."""
+        """Why rows are read now. A read without gradients is outside a step, unless for ids."""
         is_cut = torch.is_grad_enabled() or self.reading is Reading.IDS
         return self.reading if is_cut else Reading.OUTSIDE
 
     def before_release(self) -> None:
-        """The tables are about to be seen."""
+        """Do what the mechanism put off, because the tables are about to be seen."""
         finish(list(self.states.values()))
 
     def forget_read(self) -> None:
@@ -112,10 +112,10 @@ class PrivateLookup(nn.Module):
         self.padded_size = self.local_size = 0
 
     def read_empty_batch(self, num_examples: int, device: torch.device) -> Tensor:
-        """Read empty bags, for a step whose forward pass had no need of these tables.
+        """Read empty bags, for a step whose forward pass did not read these tables.
 
-        Their noise must come all the same. Returns zero, with the read behind it: a rank that has
-        read them for others waits for all in the backward pass.
+        They must get their noise all the same. Returns a zero whose graph leads to this read: in
+        the backward pass other ranks may wait for this one.
         """
         keys = list(dict.fromkeys(f for c in table_configs(self) for f in c.feature_names))
         nothing = torch.zeros(0, device=device)
@@ -129,17 +129,17 @@ class PrivateLookup(nn.Module):
         return self._sum_of(self(empty)) * 0.0
 
     def start_step(self) -> None:
-        """Before the first forward pass of a private step."""
+        """Note how many steps were counted before the first forward pass of a private step."""
         for kernels in self.kernels:
             steps = max((kernel.steps for kernel in kernels), default=0)
             for kernel in kernels:
                 kernel.steps_before = steps
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's; cut and in training, every rank's batch is padded to the largest one.
+        """Look rows up as TorchRec does. In a private step all batches are padded to the largest.
 
-        Gloo cannot gather pieces of unequal size in row-wise tables' backward pass. Padding
-        examples have empty bags, and their rows are cut off again.
+        Gloo cannot gather pieces of unequal size in the backward pass of row-wise tables. Padding
+        examples have empty bags, and their outputs are cut off again.
         """
         if self.reading_now is Reading.OUTSIDE:
             return super().forward(features)
@@ -151,13 +151,13 @@ class PrivateLookup(nn.Module):
         return self._first_examples(whole, size)
 
     def _forward_unwatched(self, features: KeyedJaggedTensor) -> Any:
-        """Without the capture of dense layers, which has nothing to see here and costs time."""
+        """Look rows up without the capture of dense layers, which would find none and cost time."""
         with torch._C.DisableTorchFunction():
             return super().forward(features)
 
 
 class _Cut:
-    """Two hooks on one kernel, around every read."""
+    """Two hooks on one kernel, before and after every read."""
 
     def __init__(self, collection: PrivateLookup, lookup: int, kernel: Kernel) -> None:
         self._collection, self._lookup, self._kernel = collection, lookup, kernel
@@ -167,7 +167,7 @@ class _Cut:
         kernel.module.register_forward_hook(self._after_lookup)
 
     def _before_lookup(self, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> None:
-        """The ids are known, and the rows are not read yet."""
+        """Call the mechanism's state when the ids are known and the rows are not read yet."""
         collection, reading = self._collection, self._collection.reading_now
         self._steps = self._kernel.steps
         state = collection.states.get(self._kernel)
@@ -189,7 +189,7 @@ class _Cut:
     def _after_lookup(
         self, module: nn.Module, args: tuple[KeyedJaggedTensor], output: Tensor
     ) -> Tensor | None:
-        """The rows were read: cut here, in a private step."""
+        """Call the mechanism's state when the rows were read, and cut here in a private step."""
         collection, kernel = self._collection, self._kernel
         reading, bags, self._bags = collection.reading_now, self._bags, None
         self._correct_count(reading)
@@ -209,9 +209,12 @@ class _Cut:
         return leaf
 
     def _correct_count(self, reading: Reading) -> None:
-        """FBGEMM counts every read as a step of the optimizer: evaluation's, and a step's parts."""
+        """Correct FBGEMM's count of optimizer steps.
+
+        It counts every read as a step, those of evaluation and of every part of a batch included.
+        """
         kernel, collection = self._kernel, self._collection
-        if kernel.steps == self._steps:  # an optimizer that does not count
+        if kernel.steps == self._steps:  # this optimizer does not count
             return
         if reading.is_private:
             kernel.set_steps(kernel.steps_before + 1)
@@ -219,7 +222,7 @@ class _Cut:
             kernel.set_steps(self._steps)
 
     def _order(self, device: torch.device) -> Tensor | None:
-        """Which example each bag column holds; None if they follow one another."""
+        """The example that each bag column holds; None if columns are in the order of examples."""
         ranks = upstream.ranks_in_order(self._collection, self._lookup)
         if ranks is None:
             return None
@@ -244,7 +247,7 @@ class ShardedSequences(PrivateLookup, ShardedEmbeddingCollection):
     def _first_examples(
         self, output: dict[str, JaggedTensor], size: int
     ) -> dict[str, JaggedTensor]:
-        """Padding has no rows: there are fewer lengths, and the same values."""
+        """Cut off lengths only, because padding examples have no values."""
         return {
             name: JaggedTensor(
                 values=sequences.values(),
@@ -259,7 +262,7 @@ class ShardedSequences(PrivateLookup, ShardedEmbeddingCollection):
 
 
 def _largest(size: int, device: torch.device) -> int:
-    """The largest of all ranks' batches, at least one example."""
+    """Number of examples in the largest of all ranks' batches, and at least one."""
     if dist.get_world_size() == 1:
         return max(1, size)
     largest = torch.tensor(size, device=device)
@@ -268,7 +271,7 @@ def _largest(size: int, device: torch.device) -> int:
 
 
 def _pad(features: KeyedJaggedTensor, size: int) -> KeyedJaggedTensor:
-    """Empty bags at the end of every feature."""
+    """Add empty bags at the end of every feature, up to `size` examples."""
     lengths = features.lengths().view(len(features.keys()), features.stride())
     padded = torch.nn.functional.pad(lengths, (0, size - features.stride()))
     return KeyedJaggedTensor(

@@ -1,4 +1,9 @@
-"""The dense parameters of a private run: which of them learn, and that none does so unprotected."""
+"""The dense parameters of a private run: which of them learn, and that none learns without noise.
+
+Parameters may be frozen and thawed during training, so every step asks which of them learn. A
+backward pass of the user's own would leave gradients that are neither clipped nor noised, which the
+dense optimizer would then use. It is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class DenseParameters:
         self.follow()
 
     def follow(self) -> bool:
-        """Take up what is trainable now. Returns whether that has changed."""
+        """Note which parameters are trainable now. Returns whether that has changed."""
         is_trainable = [parameter.requires_grad for parameter in self.all.values()]
         if is_trainable == self._was_trainable:
             return False

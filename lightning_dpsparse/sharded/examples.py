@@ -1,4 +1,4 @@
-"""Single examples of a batch, whatever it is made of.
+"""Takes examples out of a batch, whatever the batch is made of.
 
 Tensors, arrays, KeyedJaggedTensors and JaggedTensors hold one entry per example; lists of plain
 values as long as the batch do, too. They are found inside dataclasses, dicts, lists and tuples.
@@ -34,7 +34,7 @@ class Change:
 
 
 def num_examples(batch: Any, fallback: int | None = None) -> int:
-    """By its KeyedJaggedTensor, or else as given."""
+    """Number of examples in a batch by its KeyedJaggedTensor, or `fallback` if it has none."""
     for value in leaves(batch):
         if isinstance(value, KeyedJaggedTensor):
             return value.stride()
@@ -47,7 +47,7 @@ def num_examples(batch: Any, fallback: int | None = None) -> int:
 
 
 def cut_examples(batch: Any, size: int, start: int, stop: int) -> Any:
-    """The examples from `start` to `stop`."""
+    """The examples from `start` to `stop` of a batch of `size` examples."""
     return _changed(
         batch,
         size,
@@ -61,7 +61,7 @@ def cut_examples(batch: Any, size: int, start: int, stop: int) -> Any:
 
 
 def take_examples(batch: Any, size: int, index: list[int]) -> Any:
-    """These examples, copied, in this order; some may come twice."""
+    """A batch of copies of these examples, in this order. An example may come twice."""
     index_K = torch.tensor(index, dtype=torch.int64)
     return _changed(
         batch,
@@ -76,7 +76,7 @@ def take_examples(batch: Any, size: int, index: list[int]) -> Any:
 
 
 def empty_examples(batch: Any, size: int, which: list[int]) -> Any:
-    """A copy in which these examples have no ids, and zeros for numbers. Integers stay."""
+    """A copy of a batch in which some examples have no ids, and zeros as floats. Integers stay."""
     index = torch.tensor(which, dtype=torch.int64)
 
     def zero(value: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def empty_examples(batch: Any, size: int, which: list[int]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """All that a batch is made of, inside dataclasses, dicts, lists and tuples."""
+    """Every value of a batch that lies inside its dataclasses, dicts, lists and tuples."""
     children = _children(value)
     if children is None:
         yield value
@@ -156,7 +156,7 @@ def _changed(value: Any, size: int, change: Change) -> Any:
 
 
 def _is_one_each(children: list[Any], size: int) -> bool:
-    """Whether a list as long as the batch holds an entry for each example, and not a few parts."""
+    """Whether a list as long as the batch holds one entry per example, and not parts of a batch."""
     if all(isinstance(child, _PLAIN) for child in children):
         return bool(children)
     return all(

@@ -1,4 +1,8 @@
-"""What is public about a module's tables, and the features of a batch that are counted for them."""
+"""What is public about a module's tables, and the features of a batch that are counted for them.
+
+A mechanism may know the sizes of tables and the names of their features. The ids of a batch are
+secret: they are counted here for a selection, which adds noise (`mechanisms/selection/`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from lightning_dpsparse.sharded.examples import leaves
 
 
 def public_tables(module: nn.Module) -> list[Table]:
-    """All sharded tables of a module, whole."""
+    """Path, number of rows and features of every sharded table of a module."""
     return [
         Table(path, config.num_embeddings, tuple(config.feature_names))
         for path, config in sharded_tables(module)

@@ -1,4 +1,8 @@
-"""The fused optimizer: FBGEMM updates a table's rows inside the backward pass."""
+"""The fused optimizer: FBGEMM updates a table's rows inside the backward pass.
+
+So no gradient needs to be as large as its table. In return the optimizer is part of the kernel, and
+is chosen when tables are sharded. Settings that FBGEMM would ignore or get wrong are refused here.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +32,27 @@ class FusedOptimizer:
     """How the embedding tables learn. The module's own optimizer trains everything else."""
 
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
-    """The update rule. Adam exists on CUDA only."""
+    """Update rule of the tables. Adam exists on CUDA only."""
 
     learning_rate: float = 0.01
-    """The tables' learning rate, apart from the dense optimizer's."""
+    """Learning rate of the tables. The dense optimizer has its own."""
 
     eps: float = 1e-8
-    """Added to the root of the second moment. SGD has none."""
+    """Number that is added to the root of the second moment. SGD does not use it."""
 
     beta1: float = 0.9
-    """Adam's first-moment decay."""
+    """Factor by which Adam's first moment decays in a step."""
 
     beta2: float = 0.999
-    """Adam's second-moment decay."""
+    """Factor by which Adam's second moment decays in a step."""
 
     weight_decay: float = 0.0
-    """L2 penalty inside the update: row-wise Adagrad and Adam, on CUDA only; SGD, in private
-    training that reaches all rows (DPSGD, LazyDP)."""
+    """Factor of the L2 penalty inside the update. Row-wise Adagrad and Adam have it on CUDA only,
+    and SGD has it in private training that reaches all rows (DPSGD, LazyDP)."""
 
     follow_schedule: bool = True
-    """Multiply the learning rate by the factor that the module's scheduler applies to its own."""
+    """Whether the tables' learning rate is multiplied by the factor that the module's scheduler
+    applies to the dense one."""
 
     def check(self, device: torch.device, mechanism: Mechanism | None = None) -> None:
         """Refuse what FBGEMM or the mechanism would silently leave out or get wrong."""
@@ -96,7 +101,7 @@ class FusedOptimizer:
 
 
 def check_kernels(module: nn.Module, optimizer: FusedOptimizer) -> None:
-    """Tables that an earlier trainer sharded keep their optimizer: refuse to pretend otherwise."""
+    """Refuse tables that an earlier trainer sharded with another optimizer, which they keep."""
     for _, kernel in local_kernels(module):
         found = kernel.optimizer
         if found != _FBGEMM_NAME[optimizer.kind]:
@@ -131,7 +136,7 @@ def set_learning_rate(optimizer: CombinedOptimizer, learning_rate: float) -> Non
 
 
 def kernel_steps(module: nn.Module) -> int:
-    """Updates that the kernels have counted: Adam's bias correction reads them."""
+    """Number of updates that the kernels have counted, which Adam's bias correction reads."""
     return max((kernel.steps_to_save for _, kernel in local_kernels(module)), default=0)
 
 

@@ -1,4 +1,8 @@
-"""How large the tables' gradients are: rows that a step updates, against all rows."""
+"""How large the tables' gradients are: rows that a step updates, against all rows.
+
+DP-SGD updates every row, and mechanisms such as AdaFEST update few. Papers report how many times
+smaller that makes the gradient. The rows may be counted only if the mechanism makes them public.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from lightning_dpsparse.sharded.collections import sharded_tables
 
 
 class GradientSize:
-    """Counts updated rows table by table, and numbers in them, over some steps.
+    """Counts the rows that steps update, table by table, and the numbers in them.
 
-    For mechanisms whose rows are private themselves: elsewhere the counts would tell of the data.
+    It gives counts only if the mechanism chooses rows privately. Else they would tell of the data.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -32,7 +36,7 @@ class GradientSize:
         self._rows = [0] * len(self._place)
 
     def add(self, reads: Sequence[Read], updated: Sequence[Sequence[RowGradient]]) -> None:
-        """One step on this rank."""
+        """Count one step on this rank."""
         self._steps += 1
         for read, gradients in zip(reads, updated):
             public = read.state.public_rows(gradients)
@@ -42,13 +46,14 @@ class GradientSize:
             for stack, rows_U in zip(read.layout.stacks, public):
                 self._numbers += rows_U.numel() * read.layout.widths[stack.tables.start]
                 for table, (start, stop) in zip(stack.tables, pairwise(stack.bounds(rows_U))):
-                    if read.shard_offsets[table][1] == 0:  # other columns are no other row
+                    if read.shard_offsets[table][1] == 0:  # the first columns count the row
                         self._rows[self._place[read.table_names[table]]] += stop - start
 
     def take(self) -> dict[str, float]:
-        """The mean step since the last call, over all ranks. All ranks must call it.
+        """Counts of the mean step since the last call, over all ranks. All ranks must call it.
 
-        DP-SGD updates every number of every table: the reduction is how many times fewer these are.
+        DP-SGD updates every number of every table. The reduction says how many times fewer numbers
+        were updated.
         """
         totals = torch.tensor([*self._rows, self._numbers, self._is_secret], dtype=torch.float64)
         totals = totals.to(self._device)

@@ -1,4 +1,4 @@
-"""One clear error for ids that do not fit their table, before they are sent anywhere."""
+"""Refuses ids that do not fit their table with a clear error, before they are sent anywhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_dpsparse.refused import Refused
 
 
 class IdCheck:
-    """Forward pre-hook of a sharded collection.
+    """Forward pre-hook of a sharded collection that refuses ids out of range.
 
-    Unchecked, an id beyond the table's end trains row 0, or another rank's row. The message names
-    the feature and never an example's value.
+    Without it an id beyond the table's end would train row 0, or another rank's row. The message
+    names the feature and never an example's value.
     """
 
     def __init__(self, tables: list[BaseEmbeddingConfig]) -> None:

@@ -1,4 +1,8 @@
-"""Exact scores of all rows of a table that is spread over ranks and never put together."""
+"""Exact scores of all rows of a table that is spread over ranks and never put together.
+
+To evaluate a retrieval model, every query must be compared with every item, and the items may be
+too many for one rank. So queries travel to the rows, block by block: see `ItemTable`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ from lightning_dpsparse.sharded.shared_rows import shares_a_row
 # R rows of a block, k answers to a query, q queries that this rank answers: Q, or its own B
 
 _MOST_NUMBERS = 1 << 20
-"""Rows are scored in blocks such that neither a block nor its scores hold more numbers."""
+"""Most numbers that a block of rows may hold, and that its scores may hold."""
 
 _NORM_FLOOR = 1e-12  # as in F.normalize
-_LAST = (1 << 32) - 1
+_LAST = (1 << 32) - 1  # the highest row that a sort key can hold
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,11 @@ class _Queries:
 
     all_QD: Tensor
     first: int
-    """Where this rank's own begin."""
+    """Position of the first query of this rank."""
     size: int
-    """How many are its own."""
+    """Number of queries of this rank."""
     adds_columns: bool
-    """Whether a row's columns lie apart, so that all ranks score a block together."""
+    """Whether the table is cut by columns, so that all ranks score a block together."""
 
     @property
     def mine(self) -> slice:
@@ -52,7 +56,7 @@ class _Queries:
 
     @property
     def num_answered(self) -> int:
-        """Queries that a rank answers: its own against all rows, or all against its own rows."""
+        """Number of queries that a rank answers: its own for all rows, or all for its own rows."""
         return self.size if self.adds_columns else len(self.all_QD)
 
 
@@ -97,9 +101,9 @@ class ItemTable:
     def top_k(self, query_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores and rows (B, k) of the k highest query . row, best first.
 
-        Guarantees: exact. Rows of equal scores come lowest first. Scores are added up in float64
-        and only then rounded to float32, so that it does not matter how the table is cut: two
-        orders of summation differ too little to survive the rounding, but for chance.
+        Guarantees: the result is exact. Rows of equal scores come lowest first. Scores are added up
+        in float64 and only then rounded to float32, so that it does not matter how the table is
+        cut: two orders of summation differ so little that they nearly always round alike.
         """
         if not 1 <= k <= self.num_rows:
             raise Refused(
@@ -120,7 +124,7 @@ class ItemTable:
     def log_sum_exp(self, query_BD: Tensor, scale: float) -> Tensor:
         """log sum_r exp(scale * query . row_r) over all rows, (B,).
 
-        Guarantees: exact, in float64 until the last rounding, and without overflow.
+        Guarantees: all rows count, in float64 until the last rounding, and nothing overflows.
         """
         queries = self._share(query_BD)
         total_q = queries.all_QD.new_full((queries.num_answered,), -torch.inf)
@@ -130,7 +134,7 @@ class ItemTable:
         return total_WB.logsumexp(0).to(query_BD.dtype)
 
     def _share(self, query_BD: Tensor) -> _Queries:
-        """Every rank's queries on every rank; and all that the table owes is paid."""
+        """Have the table pay what it owes, and gather every rank's queries on every rank."""
         if query_BD.ndim != 2 or query_BD.shape[1] != self._width:
             raise Refused(
                 f"Expected queries as wide as table {self._table!r}, (B, {self._width}), found "
@@ -170,8 +174,8 @@ class ItemTable:
     def _blocks(self, queries: _Queries) -> Iterator[tuple[int, Tensor]]:
         """(first row, scores_qR) of one block of rows after the other.
 
-        Of all rows against this rank's queries where columns lie apart, else of the rows of this
-        rank against all queries.
+        If the table is cut by columns, these are all rows, with this rank's queries. Otherwise they
+        are the rows of this rank, with all queries.
         """
         query_QD = queries.all_QD
         most = max(1, _MOST_NUMBERS // (len(query_QD) + self._width))
@@ -179,7 +183,7 @@ class ItemTable:
         for begin, end in [(0, self.num_rows)] if queries.adds_columns else mine:
             for first in range(begin, end, most):
                 num_rows = min(most, end - first)
-                # Scores, and below them the rows' squared lengths.
+                # A line of scores for every query, and a last line with the rows' squared lengths.
                 sums = query_QD.new_zeros(len(query_QD) + 1, num_rows)
                 for shard in self._shards:
                     _add_products(shard, first, query_QD, sums)
@@ -194,7 +198,7 @@ class ItemTable:
                 yield first, score_qR
 
     def _from_all_ranks(self, part_q: Tensor, queries: _Queries) -> Tensor:
-        """What each rank found for this rank's queries, one after the other."""
+        """What each rank found for this rank's queries, rank by rank."""
         if queries.adds_columns or self._world == 1:
             return part_q[None]
         part_WP = part_q.unflatten(0, (self._world, -1)).contiguous()
@@ -211,7 +215,7 @@ def _tables(module: nn.Module) -> Iterator[tuple[str, Any, BaseEmbeddingConfig]]
 
 
 def _add_products(shard: TableShard, first: int, query_QD: Tensor, sums: Tensor) -> None:
-    """Add what a shard's columns of the rows from `first` on contribute to scores and squares."""
+    """Add what a shard contributes to the scores and squared lengths of rows from `first` on."""
     start = shard.row_offset
     low, high = max(first, start), min(first + sums.shape[1], start + len(shard.weight))
     if low >= high:
@@ -228,10 +232,10 @@ def _best(key_qn: Tensor, k: int) -> Tensor:
 
 
 def _sort_keys(score_qR: Tensor, first_row: int) -> Tensor:
-    """Integers in the order of (score, lower row): topk alone leaves the order of ties open.
+    """Integers that sort by score, and rows of equal scores lowest first: topk leaves ties open.
 
-    A float32's bits count upwards from zero, and downwards once those of negative numbers are
-    flipped. They go above 32 bits that fall with the row.
+    The bits of a float32 make an integer that grows with the number, once those of negative numbers
+    are flipped. They become the upper 32 bits. The lower 32 bits are smaller for higher rows.
     """
     bits_qR = (score_qR.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     order_qR = torch.where(bits_qR < 0, bits_qR ^ 0x7FFFFFFF, bits_qR).long()

@@ -32,7 +32,7 @@ _ATTRIBUTES = (
     "iter_cpu", "optimizer", "optimizer_args", "pooling_mode", "set_optimizer_step", "weights_dev",
     "weights_host", "weights_physical_offsets",
 )  # fmt: skip
-"""What is read of a kernel below."""
+"""Attributes of an FBGEMM kernel that this file uses."""
 
 
 class Kernel:
@@ -46,7 +46,7 @@ class Kernel:
         self.pieces = tuple(pieces)
         self.layout = _layout_of(self._tbe)
         self.steps_before = 0
-        """Steps of the optimizer that were counted when the present private step began."""
+        """Number of optimizer steps that were counted when the present private step began."""
         self._own_writes = 0
 
     @property
@@ -80,7 +80,7 @@ class Kernel:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer that the kernel has counted: Adam's bias correction reads them."""
+        """Number of optimizer steps that the kernel has counted, for Adam's bias correction."""
         return int(self._tbe.iter_cpu.item())
 
     def set_steps(self, steps: int) -> None:
@@ -105,7 +105,7 @@ class Kernel:
         return [self._matrix(stack) for stack in self.layout.stacks]
 
     def _matrix(self, stack: Stack) -> Tensor:
-        """FBGEMM lays a kernel's tables end to end."""
+        """One matrix over the tables of a stack, which FBGEMM lays end to end."""
         tbe, first, width = self._tbe, stack.tables.start, self.layout.widths[stack.tables.start]
         at = [tbe.weights_physical_offsets[table] for table in stack.tables]
         if at != [at[0] + start * width for start in stack.starts[:-1]]:
@@ -124,12 +124,12 @@ class Kernel:
 
     @property
     def writes_by_others(self) -> int:
-        """How often the weights were written to from Python, the mechanism's own writes aside."""
+        """Number of writes to the weights from Python, without those of the mechanism itself."""
         return self._version - self._own_writes
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Surrounds writes to the weights that belong to the mechanism."""
+        """Surround writes of the mechanism itself, which `writes_by_others` must not count."""
         before = self._version
         yield
         self._own_writes += self._version - before
@@ -155,11 +155,11 @@ class Kernel:
             self._descend(gradients)
             return
         layout = self.layout
-        assert len(gradients) == len(layout.widths)  # optimizers with state: table by table
+        assert len(gradients) == len(layout.widths)  # a stack is one table, except with SGD
         first = gradients[0]
         num_features = len(layout.table_of_feature)
         lengths_FK = first.rows_U.new_zeros(num_features, most)
-        # Features that share a table leave all to its first one.
+        # Of features that share a table, the first one carries all its rows.
         firsts = sorted(features[0] for features in layout.features_of_table)
         in_order = [gradients[layout.table_of_feature[feature]] for feature in firsts]
         for feature, gradient in zip(firsts, in_order):
@@ -172,17 +172,17 @@ class Kernel:
         else:  # every lookup has a row of its own
             gradient_out = torch.cat([gradient.values_UD for gradient in in_order])
         offsets = torch.nn.functional.pad(lengths_FK.flatten().cumsum(0), (1, 0))
-        self.set_steps(self.steps_before)  # the forward pass that follows counts this one
+        self.set_steps(self.steps_before)  # the forward pass below counts this step
         with torch.enable_grad():
             output = self._tbe(torch.cat([gradient.rows_U for gradient in in_order]), offsets)
         output.backward(gradient_out)
 
     @torch.no_grad()
     def _descend(self, gradients: list[RowGradient]) -> None:
-        """SGD has no state: w <- (1 - lr decay) w - lr g on the rows themselves.
+        """Make an SGD step on the rows themselves: w <- (1 - lr decay) w - lr g.
 
-        That takes half the time of a lookup of bags, and has a weight decay, which FBGEMM's SGD has
-        not.
+        SGD has no state, so it needs no kernel. This takes half the time of a lookup of bags, and
+        it has weight decay, which FBGEMM's SGD lacks.
         """
         rate = self.learning_rate
         keep = 1.0 - rate * self.weight_decay
@@ -197,7 +197,7 @@ class Kernel:
                     run_UD.mul_(keep)
                 run_UD.add_(gradient.values_UD, alpha=-rate)
                 continue
-            step_UD = gradient.values_UD.mul_(-rate)  # nobody needs them any more
+            step_UD = gradient.values_UD.mul_(-rate)  # in place: nobody needs the gradient any more
             if keep != 1.0:
                 new_UD = step_UD.add_(weight_RD.index_select(0, gradient.rows_U), alpha=keep)
                 weight_RD.index_copy_(0, gradient.rows_U, new_UD)

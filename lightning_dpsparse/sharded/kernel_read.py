@@ -1,4 +1,8 @@
-"""What one kernel read in a step: ids, the cut in the graph, and the state that goes with them."""
+"""What one kernel read in a step: ids, the cut in the graph, and the state that goes with them.
+
+`cut.py` makes one for every kernel in every private step. After the backward pass it has the
+gradient on what was read, and the engine makes the clipped sums of rows from it (`engine/step.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,16 @@ from lightning_dpsparse.sharded.kernel import Kernel
 
 @dataclass(frozen=True)
 class KernelRead:
-    """What one kernel read in this step."""
+    """What one kernel read in a private step, for the examples of all ranks."""
 
     kernel: Kernel
     state: TableState
     bags: Bags
     leaf: Tensor
-    """The kernel's output, cut off: pooled (B, E), or a row for every lookup."""
+    """The kernel's output, cut off from its graph: pooled (B, E), or a row for every lookup."""
     order_B: Tensor | None
-    """Example of each bag column, numbered rank by rank; None if that is their order."""
+    """The example of each bag column, with examples numbered rank by rank. None means that columns
+    are in this order."""
 
     @property
     def table_names(self) -> list[str]:

@@ -1,4 +1,9 @@
-"""What is counted of private steps, for those who ask: some of it public, some of it not."""
+"""What can be counted of private steps, if a user asks for it.
+
+How many rows a step updates is public if the mechanism chooses them privately
+(`gradient_size.py`). How many units were clipped and how many rows were read is made from the data
+without noise: these diagnostics are not private.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from lightning_dpsparse.sharded.process_group import sum_over_ranks
 
 
 class StepMeasurements:
-    """Counts of the last step, and of the steps since they were last asked for."""
+    """Counts of the last step, and of all steps since the counts were last asked for."""
 
     def __init__(self, *, diagnose: bool) -> None:
         self._diagnose = diagnose
@@ -26,13 +31,13 @@ class StepMeasurements:
         self._gradient_size = GradientSize(module, device)
 
     def add(self, sums: Clipped, reads: Sequence[KernelRead]) -> None:
-        """A step was released."""
+        """Count a step that was released."""
         self._counts = _count_rows(sums, reads) if self._diagnose else None
         if self._gradient_size is not None:
             self._gradient_size.add(reads, sums.tables)
 
     def diagnostics(self) -> dict[str, float]:
-        """Shares of units clipped and of rows read in the last step, where asked for.
+        """Fractions of units clipped and of rows read in the last step; empty if not asked for.
 
         They are made from private data without noise.
         """
@@ -42,16 +47,16 @@ class StepMeasurements:
         return {"units_clipped": clipped / max(1.0, units), "rows_read": read / max(1.0, rows)}
 
     def gradient_size(self) -> dict[str, float]:
-        """Rows in the mean step since the last call, over all ranks; empty if they are secret."""
+        """Rows updated by the mean step since the last call, over all ranks; empty if secret."""
         return {} if self._gradient_size is None else self._gradient_size.take()
 
 
 def _count_rows(sums: Clipped, reads: Sequence[KernelRead]) -> Tensor:
-    """Units clipped and in all, rows read and in all, over all ranks."""
+    """Numbers of units clipped, units in all, rows read and rows in all, over all ranks."""
     assert sums.units_clipped is not None
     counts = sums.units_clipped.new_zeros(4)
     counts[2] = sum(g.rows_U.numel() for read in sums.tables for g in read)
     counts[3] = sum(stack.num_rows for read in reads for stack in read.layout.stacks)
     sum_over_ranks(counts)
-    counts[:2] = sums.units_clipped  # every rank has counted all
+    counts[:2] = sums.units_clipped  # every rank has counted the units of all ranks
     return counts

@@ -1,4 +1,9 @@
-"""What can be seen of one forward and backward pass, example by example."""
+"""What can be seen of one forward and backward pass, example by example.
+
+Clipping bounds what one example does only if no example changes what another one computes. The
+probe (`plugin/probe/`) tests that: it changes some examples, and looks here whether anything of the
+others has changed.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +26,22 @@ class Seen:
 
     where: str
     value: Tensor
-    """(n, ...), or (B, ...) where the examples of all ranks are seen."""
+    """The entries, of shape (n, ...), or (B, ...) if the examples of all ranks are seen."""
     is_of_all_ranks: bool = False
     may_be_padded: bool = False
-    """Whether it may be longer in another batch without meaning anything: sequences often are
-    padded to the longest of their batch."""
+    """Whether a different length in another batch means nothing: sequences often are padded to the
+    longest of their batch."""
 
 
 class Observation:
-    """One forward pass, of which any losses can be sent back, as often as asked."""
+    """One forward pass, through which the losses of any examples can be sent back repeatedly."""
 
     def __init__(
         self, loss_n: Tensor, reads: Sequence[KernelRead], dense: DenseCapture, padded_size: int
     ) -> None:
         self.loss_n = loss_n
         self.padded_size = padded_size
-        """Examples of every rank, after padding."""
+        """Number of examples of every rank, after padding."""
         self._reads = list(reads)
         first_seen = {
             id(use): (name, use)
@@ -46,7 +51,7 @@ class Observation:
         self._uses = list(reversed(first_seen.values()))
 
     def forward(self) -> list[Seen]:
-        """What went into each dense call, in their order, and the losses."""
+        """The inputs of all dense calls, in the order of the calls, and the losses."""
         inputs = [
             Seen(f"the input of {use.what!r} with {name!r}", value, may_be_padded=True)
             for name, use in self._uses
@@ -60,7 +65,7 @@ class Observation:
             use.gradient = None
         for read in self._reads:
             read.leaf.grad = None
-        # Selected, not multiplied: zero times anything would pass for independence.
+        # Losses are selected, not multiplied by zero: zero times anything would look independent.
         self.loss_n[is_sent_n].sum().backward(retain_graph=True)
         nothing = self.loss_n.new_zeros(len(self.loss_n), 0)
         found = [
@@ -80,7 +85,7 @@ def _by_example(read: KernelRead) -> Tensor:
     """The gradients of a kernel's lookups, (B, ...), in the examples' order."""
     lookup = read.lookup()
     gradient = lookup.gradient
-    if not lookup.layout.is_pooled:  # a row for every lookup: added up, with and without signs
+    if not lookup.layout.is_pooled:  # a row per lookup is added up with and without signs
         both_LD = torch.cat([gradient, gradient.abs()], dim=1)
         num_bags = lookup.bags.lengths.numel()
         by_bag = both_LD.new_zeros(num_bags, both_LD.shape[1])

@@ -1,4 +1,9 @@
-"""Where the tables go: TorchRec's planner, with the last word left to the user."""
+"""Where the tables go: TorchRec's planner decides, and the user has the last word.
+
+A table can lie on one rank as a whole, or be cut by rows or by columns over several ranks. With a
+`Placement` the user says how, for all tables or for some of them. `make_plan` has the planner
+decide the rest, among kinds that fused kernels can train. `build.py` carries the plan out.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +53,23 @@ SPLITS_ROWS = {
 _OF_SEQUENCES = ("auto", "table_wise", "row_wise", "column_wise")
 _SPLITS_COLUMNS = {"column_wise", "table_column_wise", "grid"}
 
-# FBGEMM's kernels want rows of a multiple of four floats.
+# The width of a row must be a multiple of four floats in FBGEMM's kernels.
 COLUMN_MULTIPLE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """Where one table goes."""
+    """How one table is cut, and on which ranks its pieces lie."""
 
     kind: PlacementKind = "auto"
     """How the table is cut. `auto` leaves it to the planner."""
 
     ranks: list[int] | None = None
-    """Pin a table_wise table to one rank, or a column_wise table's pieces to these ranks."""
+    """Rank of a table_wise table, or ranks of a column_wise table's pieces. By default the planner
+    picks them."""
 
     shards: int | None = None
-    """Into how many column pieces a column_wise, table_column_wise or grid table is cut."""
+    """Number of column pieces into which a column_wise, table_column_wise or grid table is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +77,10 @@ class Placement:
     """Where the tables go. By default TorchRec's planner decides."""
 
     default: PlacementKind = "auto"
-    """For tables that `tables` does not name."""
+    """How tables are cut that `tables` does not name."""
 
     tables: dict[str, PlacementKind | TablePlacement] = field(default_factory=dict)
-    """Overrides by table name: a kind, or a kind with ranks or a number of pieces."""
+    """How single tables are cut, by name: a kind, or a kind with ranks or a number of pieces."""
 
     def of(self, table: str) -> TablePlacement:
         choice = self.tables.get(table, self.default)
@@ -82,9 +88,9 @@ class Placement:
 
 
 class FusedSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, held to fused kernels, with row-wise kinds on CPU too.
+    """TorchRec's sharder with fused kernels only, and with row-wise kinds on CPU too.
 
-    Never data_parallel: replicated tables would bypass the fused update.
+    It never leaves a table data_parallel: replicated tables would bypass the fused update.
     """
 
     def shard(
@@ -117,7 +123,7 @@ class FusedSharder(EmbeddingBagCollectionSharder):
 
 
 class FusedSequenceSharder(EmbeddingCollectionSharder):
-    """The same for sequences, which TorchRec cuts in fewer ways."""
+    """TorchRec's sharder of sequences, with fused kernels only. Sequences are cut in fewer ways."""
 
     def shard(
         self,
@@ -152,7 +158,7 @@ Sharder = FusedSharder | FusedSequenceSharder
 
 
 def make_sharders(fused_params: dict[str, Any]) -> list[Sharder]:
-    """One for each kind of collection."""
+    """One sharder for each kind of collection."""
     return [FusedSharder(fused_params), FusedSequenceSharder(fused_params)]
 
 
@@ -197,7 +203,7 @@ def make_plan(
 
 
 def describe(module: nn.Module, plan: ShardingPlan) -> str:
-    """The plan as a table for people."""
+    """The plan as a text table that people can read."""
     configs = _table_configs(module)
     rows = [("table", "rows", "width", "features", "placement", "ranks", "MB per rank")]
     for tables in plan.plan.values():
@@ -262,7 +268,7 @@ def _constraint(
     world_size: int,
     local_world_size: int,
 ) -> ParameterConstraints:
-    """The planner's freedom for one table."""
+    """What the planner may do with one table."""
     if not isinstance(config, EmbeddingBagConfig) and choice.kind not in _OF_SEQUENCES:
         raise Refused(
             f"Expected table {config.name!r} of an EmbeddingCollection to be placed by one of "
@@ -300,11 +306,11 @@ def _constraint(
 def _auto_kind(
     config: BaseEmbeddingConfig, configs: Mapping[str, BaseEmbeddingConfig], world_size: int
 ) -> str:
-    """Whole tables, which the planner spreads; one beyond a rank's fair share is cut by rows.
+    """How an `auto` table is cut: by rows if it exceeds a rank's fair share, or else not at all.
 
-    Left free, the planner cuts a table of three rows, or leaves one with most of the memory whole.
-    MEAN-pooled tables stay whole: upstream mixes up their divisor when row-wise tables stand beside
-    other kinds.
+    The planner spreads the tables that stay whole. If it were free, it would cut a table of three
+    rows, or leave one whole that takes most of the memory. All tables stay whole if one of them is
+    MEAN-pooled: TorchRec mixes up divisors when row-wise tables stand beside other kinds.
     """
     size = config.num_embeddings * config.embedding_dim
     total = sum(c.num_embeddings * c.embedding_dim for c in configs.values())
@@ -315,7 +321,7 @@ def _auto_kind(
 
 
 def _column_width(config: BaseEmbeddingConfig, shards: int | None, most: int) -> int:
-    """Columns per piece: as asked, or as many pieces up to `most` as the width allows."""
+    """Number of columns per piece. Without `shards`, as many pieces are made as `most` allows."""
     width = config.embedding_dim
     fits = [n for n in range(1, most + 1) if width % n == 0 and (width // n) % COLUMN_MULTIPLE == 0]
     if shards is None:

@@ -30,7 +30,7 @@ from lightning_dpsparse.sharded.whole_batch import Parts, list_ids
 
 
 class PrivateSteps:
-    """Cuts the lookups of a module's tables and takes private steps on it. `close` it in the end.
+    """Cuts the lookups of a module's tables and takes private steps on it. `close` must end it.
 
     Args:
         probe: Looks at a step before anything of it is released, and raises if it finds that
@@ -72,10 +72,10 @@ class PrivateSteps:
         self._is_open = False
         """Whether a step was charged and has not been released yet."""
         self._seen = 0
-        """Examples of the step so far, on this rank."""
+        """Number of examples of the step so far, on this rank."""
 
     def close(self) -> None:
-        """The module is an ordinary one again."""
+        """Make the module an ordinary one again."""
         self.dense.close()
         self.tables.close()
 
@@ -85,14 +85,14 @@ class PrivateSteps:
         unit_sizes: Sequence[int] | None = None,
         num_examples: int | None = None,
     ) -> bool:
-        """Before the first part of a batch: whatever an interrupted step left is void.
+        """Begin a step, before the first part of its batch. An interrupted step is dropped.
 
-        `step` names the noise: never the same for two batches under one key.
-        `unit_sizes` is how many examples each user has in this rank's batch, in order: a user is
-        then clipped as one. Without it every example is. All ranks give it, or none.
-        `num_examples` is how many were drawn for this rank, where that is known.
+        `step` names the noise, and must not be the same for two batches under one key.
+        `unit_sizes` is how many examples each user has in this rank's batch, in order: the examples
+        of a user are then clipped together. Without it each is clipped alone. All ranks give it, or
+        none. `num_examples` is how many were drawn for this rank, where that is known.
 
-        Returns whether other parameters than before are trainable.
+        Returns whether other parameters are trainable than before.
         """
         if unit_sizes is not None and min(unit_sizes, default=1) < 1:
             raise Refused(
@@ -107,7 +107,7 @@ class PrivateSteps:
         return has_changed
 
     def read_in_parts(self, parts: Parts) -> None:
-        """The batch of this step comes in these parts. To be called before the first of them."""
+        """Announce the parts of this step's batch, before the first of them is read."""
         collections, config, step = self.tables.collections, self._config, self._step
         self._whole_batch = WholeBatch(
             lambda: list_ids(parts, collections, config, sum_over_ranks, step)
@@ -115,22 +115,22 @@ class PrivateSteps:
 
     @contextmanager
     def capture(self, *, is_whole: bool = True) -> Iterator[None]:
-        """Surrounds the forward pass of a step, or of a part of it."""
+        """Surround the forward pass of a step, or of one part of its batch."""
         self._forget()
         with self.tables.cut(is_whole=is_whole), self.dense.capture:
             yield
 
     def observe(self, forward: Callable[[], Tensor]) -> Observation:
-        """One pass that is looked at and leads to nothing."""
+        """Make one forward pass that is looked at and updates nothing."""
         with self.capture(is_whole=False):
             loss_n = forward()
         loss_n = self.tables.read_the_rest(loss_n)
-        self.tables.ranks(loss_n)  # checks their number
+        self.tables.ranks(loss_n)  # checks the number of losses
         reads, dense = self.tables.reads(), self.dense.capture
         return Observation(loss_n, reads, dense, self.tables.padded_size)
 
     def add_part(self, loss_n: Tensor) -> None:
-        """Backward pass and clipping of one part of the batch. Nothing is updated yet."""
+        """Make the backward pass of one part of the batch, and clip it. Nothing is updated yet."""
         if self._unit_sizes is not None:
             raise Refused(
                 "Expected the whole batch in one part, found more: a user's examples must be "
@@ -139,7 +139,7 @@ class PrivateSteps:
         self._clip(loss_n)
 
     def step(self, loss_n: Tensor) -> None:
-        """The last part of the batch, then noise and the update of all."""
+        """Clip the last part of the batch, then add noise and update everything."""
         self._clip(loss_n)
         self._is_open = False
         if self._num_examples is not None and self._seen != self._num_examples:
@@ -159,12 +159,12 @@ class PrivateSteps:
         self._forget()
 
     def before_release(self, progress: Progress | None = None) -> None:
-        """The tables are about to be seen. Local work: ranks need not wait for each other."""
+        """Do what was put off, because the tables are about to be seen. Ranks need not wait."""
         self.state.before_release(progress)
 
     @property
     def rounding_price(self) -> float:
-        """The part of the clip norm that is kept for rounding, rows of tables aside."""
+        """The fraction of the clip norm that is kept for rounding. Rows of tables add to it."""
         config = self._config
         if config.noise_stddev == 0:
             return 0.0

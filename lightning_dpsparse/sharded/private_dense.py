@@ -1,7 +1,8 @@
 """The dense layers of a module in private training: which learn, in which form, and what they got.
 
-A layer may be frozen and thawed in mid-training. So before every step it is asked which parameters
-learn, and what is captured, released and looked after follows.
+A layer may be frozen and thawed during training. So every step first asks which parameters learn,
+and then captures and releases the gradients of these only. A dense mechanism may also change the
+form of a layer's gradient from step to step (`engine/dense.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PrivateDense:
         self.parameters = DenseParameters(module)
         self._padding = padding_rows(module)
         self.released: dict[int, tuple[Tensor, int]] = {}
-        """The gradient that each parameter, by identity, got last, and its version then."""
+        """The gradient that each parameter got last, and its version then, by id(parameter)."""
         self._take_parameters()
 
     def _take_parameters(self) -> None:
@@ -30,7 +31,7 @@ class PrivateDense:
         self.capture = DenseCapture(trainable)
         self._forms = DenseForms(self._mechanism, self._module, trainable)
         self.flat = self.capture.new_flat()
-        """Memory for the sums of all layers: fresh memory costs more than the work."""
+        """Memory for the sums of all layers. It is kept: new memory would cost more time."""
 
     def start_step(self, step: int, noise: NoiseSource) -> bool:
         """Choose the forms of the step. Returns whether other parameters than before learn."""
@@ -47,13 +48,13 @@ class PrivateDense:
             parameter.grad = None
 
     def note_released(self) -> None:
-        """The gradients of the step are in place."""
+        """Note the gradients that the step has left on the parameters."""
         for parameter, row in self._padding:
             if parameter.grad is not None:
-                parameter.grad[row] = 0.0  # noise would move it
+                parameter.grad[row] = 0.0  # noise would move the padding row
         gradients = ((id(p), p.grad) for p in self.capture.parameters.values())
         self.released = {key: (g, g._version) for key, g in gradients if g is not None}
 
     def close(self) -> None:
-        """The layers are ordinary ones again."""
+        """Make the layers ordinary ones again."""
         self.parameters.close()

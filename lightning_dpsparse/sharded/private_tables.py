@@ -1,4 +1,9 @@
-"""All tables of a module in private training: they are cut together, and read in every step."""
+"""All tables of a module in private training: they are cut together, and read in every step.
+
+What a step releases must not depend on which tables its batch reads. So tables that the forward
+pass left out read an empty batch, and get their noise like the others. Weights that user code reads
+past the lookups are watched (`table_weights.py`).
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,9 @@ class PrivateTables:
         self._undo: list[Callable[[], None]] = []
 
     def open(self, config: StepConfig) -> MechanismState:
-        """The mechanism's state for this run, known to every collection."""
+        """Open the mechanism's state for this run, and give it to every collection."""
         for collection in self.collections:
-            collection.before_release()  # what a run that was interrupted left
+            collection.before_release()  # an interrupted run may have left work
             collection.states.clear()
         kernels = [(c, kernel) for c in self.collections for kernel in c.all_kernels()]
         state = config.open([kernel for _, kernel in kernels])
@@ -46,7 +51,7 @@ class PrivateTables:
         return state
 
     def close(self) -> None:
-        """The tables are ordinary ones again. What the mechanism keeps for them stays."""
+        """Make the tables ordinary ones again. What the mechanism keeps for them stays."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -71,7 +76,7 @@ class PrivateTables:
     def read_the_rest(self, loss_n: Tensor) -> Tensor:
         """Read an empty batch from collections that the forward pass did not read.
 
-        Every step releases the same. Returns the losses, with these reads behind them.
+        Every step must release the same tables. Returns the losses with these reads in their graph.
         """
         unread = [collection for collection in self.collections if not collection.padded_size]
         with self.cut(is_whole=False):
@@ -84,7 +89,7 @@ class PrivateTables:
         return all_reads(self.collections)
 
     def ranks(self, loss_n: Tensor, word: float = 0.0) -> Ranks:
-        """Where this rank's examples stand among all; `word` is told to the others."""
+        """Where this rank's examples stand among all. The other ranks are told `word`."""
         for collection in self.collections:
             if collection.local_size != loss_n.numel():
                 raise Refused(
@@ -97,7 +102,7 @@ class PrivateTables:
 
     @property
     def padded_size(self) -> int:
-        """Examples of every rank, after padding."""
+        """Number of examples of every rank, after padding."""
         return self.collections[0].padded_size
 
     def forget_reads(self) -> None:
@@ -105,12 +110,12 @@ class PrivateTables:
             collection.forget_read()
 
     def versions(self) -> list[list[int]]:
-        """How often each kernel was written to from Python, the mechanism's own writes aside."""
+        """Number of writes to each kernel from Python, without those of the mechanism itself."""
         return [[k.writes_by_others for k in c.all_kernels()] for c in self.collections]
 
 
 def _before_read(collection: PrivateLookup) -> None:
-    """Somebody is about to read a table's weights as they are."""
+    """Prepare a table's weights for a read past the lookup, or refuse it in a private step."""
     if collection.is_cut:
         raise Refused(
             f"Expected training_step to read tables through {collection.path!r}, found that "

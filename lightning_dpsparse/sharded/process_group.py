@@ -1,4 +1,4 @@
-"""What ranks tell each other: sums, one rank's result for all, and whose example is whose."""
+"""What ranks tell each other: sums, rank 0's results, and which examples belong to one unit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sum_over_ranks(tensor: Tensor) -> None:
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; its error too, so that none waits for it."""
+    """Return on every rank what rank 0 makes, or raise its error, so that no rank waits for it."""
     made: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -39,7 +39,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
 
 
 def first_of_units(unit_sizes: Sequence[int], loss_n: Tensor, ranks: Ranks) -> Tensor | None:
-    """The first example of every example's unit, for all ranks; None if each is its own.
+    """The first example of every example's unit, for all ranks; None if each example is a unit.
 
     `unit_sizes` is how many examples each unit has in this rank's batch, in order.
     """
@@ -50,7 +50,7 @@ def first_of_units(unit_sizes: Sequence[int], loss_n: Tensor, ranks: Ranks) -> T
             "the number of examples of each user, in the order of the batch."
         )
     all_B = torch.arange(ranks.num_examples, device=loss_n.device)
-    # Padding leads itself, and makes the ranks' pieces equal in size.
+    # A padding example is a unit of its own. Padding makes the ranks' pieces equal in size.
     first_of_unit_P = all_B.view(dist.get_world_size(), -1)[dist.get_rank()].clone()
     first_U = ranks.first_example + sizes.cumsum(0) - sizes
     first_of_unit_P[: loss_n.numel()] = first_U.repeat_interleave(sizes).to(loss_n.device)

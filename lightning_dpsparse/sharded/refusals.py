@@ -1,4 +1,9 @@
-"""Set-ups that TorchRec or FBGEMM accept and then compute wrongly. Each was reproduced."""
+"""Refuses set-ups that TorchRec or FBGEMM accept and then compute wrongly. Each was reproduced.
+
+`check_tables` and `check_wrappers` look at the module, before anything is planned. `check_plan`
+looks at the plan, before tables are sharded. Settings of the fused optimizer are checked in
+`fused.py`, and those of placements in `placement.py`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,7 @@ def check_tables(module: nn.Module) -> None:
 
 
 def _check_parameters(module: nn.Module, path: str, collection: nn.Module) -> None:
-    """Settings of tables' weights that sharding would silently drop."""
+    """Refuse settings of tables' weights that sharding would silently drop."""
     inside = {id(parameter): name for name, parameter in collection.named_parameters()}
     for name, parameter in collection.named_parameters():
         if not parameter.requires_grad:
@@ -137,7 +142,7 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _check_pieces(path: str, tables: Mapping[str, ParameterSharding]) -> None:
-    """TorchRec takes the width of an EmbeddingCollection's first piece for that of all."""
+    """Refuse pieces of several widths: TorchRec takes the first width for that of all pieces."""
     widths = {
         name: shard.shard_sizes[1]
         for name, sharding in tables.items()

@@ -1,4 +1,9 @@
-"""Which rows and columns of which table live on this rank, as live views."""
+"""The pieces of tables that lie on this rank, as live views, and what is done with them.
+
+A table may be cut by rows and by columns, and a rank may hold several pieces. `local_shards` lists
+them. Here they get their initial values, which usually do not depend on how the table is cut, take
+their part of a whole table, and are hidden from code that must not see them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ class TableShard:
     """The part of one table that this rank owns."""
 
     key: str
-    """The table's weight in the module's state dict."""
+    """Key of the table's weight in the module's state dict."""
     row_offset: int
     column_offset: int
     table_shape: tuple[int, int]
@@ -69,7 +74,7 @@ def local_kernels(module: nn.Module) -> Iterator[tuple[str, Kernel]]:
 
 def local_shards(module: nn.Module) -> Iterator[TableShard]:
     """Every non-empty piece of a table on this rank."""
-    # The kernels' own table descriptions have lost them.
+    # The kernels' own descriptions of tables have lost the initialisers: take them from here.
     configs = dict(sharded_tables(module))
     collections = sharded_collections(module)
     for path, kernel in local_kernels(module):
@@ -126,7 +131,7 @@ def dense_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def tables_on_meta() -> Iterator[None]:
     """Inside, a table collection takes no memory: its shards are allocated later.
 
-    Only collections: a blanket meta device would leave the dense layers without values.
+    Only collections are treated so: a blanket meta device would leave dense layers without values.
     """
     originals = [kind.__init__ for kind in PLAIN]
     try:
@@ -195,7 +200,7 @@ def _seeded(device: torch.device, *key: object) -> Iterator[None]:
 
 @torch.no_grad()
 def load_whole_tables(module: nn.Module, tables: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of each whole table in `tables` (keyed as in a plain state dict)."""
+    """Copy this rank's part of each whole table. `tables` has the keys of a plain state dict."""
     for shard in local_shards(module):
         table = tables.get(shard.key)
         if table is None:
@@ -209,7 +214,7 @@ def load_whole_tables(module: nn.Module, tables: Mapping[str, Tensor]) -> None:
 
 
 def whole_table(module: nn.Module, name: str) -> Tensor:
-    """A small sharded table, gathered from all ranks. Fully noised once training has ended."""
+    """Gather a small sharded table from all ranks. It has all its noise once training has ended."""
     pieces = [
         (shard.row_offset, shard.column_offset, shard.table_shape, shard.weight.detach().cpu())
         for shard in local_shards(module)

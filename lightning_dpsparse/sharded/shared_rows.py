@@ -25,7 +25,7 @@ from lightning_dpsparse.sharded.collections import (
 # F features, L lookups, R rows of all tables
 
 _HOOKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""The mapping of each collection that has one, as something that can be removed."""
+"""The hook of each collection whose ids are mapped, so that it can be removed."""
 
 
 def share_a_row(module: nn.Module, rows: Mapping[str, Tensor] | None, row: int | None) -> None:
@@ -50,7 +50,7 @@ def shares_a_row(collection: nn.Module) -> bool:
 
 
 def check_one_table_each(module: nn.Module) -> None:
-    """An id that two tables read would have to be two: selected in one, and not in the other."""
+    """Refuse features that two tables read: an id may be selected in one and not in the other."""
     for collection in sharded_collections(module).values():
         features = [f for c in table_configs(collection) for f in c.feature_names]
         twice = sorted({feature for feature in features if features.count(feature) > 1})
@@ -90,7 +90,7 @@ class OneRowForOthers:
         start_L = torch.repeat_interleave(
             torch.tensor(starts, device=ids_L.device), lengths_F, output_size=ids_L.numel()
         )
-        is_read_L = start_L >= 0  # by some table
+        is_read_L = start_L >= 0  # whether some table reads the id
         is_known_L = self._is_selected_R[(ids_L + start_L).where(is_read_L, 0)] | ~is_read_L
         mapped = KeyedJaggedTensor(
             keys=keys,

@@ -1,4 +1,8 @@
-"""Cut a batch into parts, so that a large private step fits in memory."""
+"""Cuts a batch into parts, so that a large private step fits in memory.
+
+Each part is read and clipped by itself, and the sum over all parts gets noise once (`private.py`).
+Ranks read together, so all of them need the same number of parts, if only empty ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from lightning_dpsparse.sharded.examples import cut_examples, num_examples
 
 
 def split_batch(batch: Any, most: int, device: torch.device) -> list[Any]:
-    """`batch` in parts of at most `most` examples, as many parts on every rank."""
+    """Cut `batch` into parts of at most `most` examples, and into equally many on every rank."""
     size = num_examples(batch)
     parts = torch.tensor(-(-size // most), device=device)
     if dist.get_world_size() > 1:
@@ -24,5 +28,5 @@ def split_batch(batch: Any, most: int, device: torch.device) -> list[Any]:
 
 
 def nobody(batch: Any) -> Any:
-    """A batch of no examples, in the form of this one."""
+    """A batch without examples that has the form of this one."""
     return cut_examples(batch, num_examples(batch), 0, 0)

@@ -1,7 +1,8 @@
-"""Tables' weights that user code reads by themselves, past the lookup.
+"""Watches tables' weights that user code reads directly, past the lookup.
 
-Under LazyDP most rows owe noise at any time. A lookup has its rows pay first; whoever takes
-`collection.embedding_bags["t"].weight` itself would see them as they are.
+Under LazyDP most rows owe noise at any time. A lookup has its rows pay first, but code that takes
+`collection.embedding_bags["t"].weight` itself would see rows that still owe. So a watched weight
+calls back before any torch function reads it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _HARMLESS: set[Any] = {
     *(getattr(Tensor, n) for n in ("is_floating_point", "is_complex", "data_ptr", "__len__")),
     *(getattr(Tensor, n) for n in ("storage_offset", "is_contiguous", "register_hook")),
 }  # fmt: skip
-"""What can be asked of a weight without reading it."""
+"""Functions and properties of a weight that do not read its values."""
 
 
 def watch_weights(collection: nn.Module, before_read: Callable[[], None]) -> Callable[[], None]:
-    """Call `before_read` whenever a torch function is about to read a weight. Returns the undo."""
+    """Call `before_read` before any torch function reads a weight. Returns the undo function."""
     watched: list[tuple[Any, type]] = []
     for parameter in collection.parameters():
         kind = type(parameter)
@@ -57,7 +58,7 @@ def _watched(kind: type, before_read: Callable[[], None]) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 if func not in _HARMLESS:
                     before_read()
-                if func == _DATA:  # as `detach`, whose writes are counted
+                if func == _DATA:  # `detach` gives the same, and counts writes
                     return args[0].detach()
                 return func(*args, **(kwargs or {}))
 

@@ -78,7 +78,7 @@ def check_was_cut(collection: nn.Module) -> None:
 
 
 def path_of(collection: nn.Module) -> str:
-    """Where the collection lies in its module."""
+    """Path of the collection in its module."""
     return str(required(collection, "_module_fqn"))
 
 

@@ -30,13 +30,14 @@ from lightning_dpsparse.sharded.kernel_read import KernelRead
 
 @dataclass(frozen=True)
 class Parts:
-    """A batch in several parts."""
+    """A batch in several parts, which can be taken through the model before the step itself."""
 
     forward: Sequence[Callable[[], Tensor]]
-    """Take each part through the model: returns one loss per example of this rank."""
+    """For each part, a function that takes it through the model and returns one loss per example of
+    this rank."""
     without_a_trace: Callable[[], AbstractContextManager[None]]
-    """Inside it, taking parts through the model logs nothing, counts nothing, and draws what the
-    step itself will draw."""
+    """A context in which taking parts through the model logs nothing, counts nothing, and draws the
+    random numbers that the step itself will draw."""
 
 
 @torch.no_grad()
@@ -84,7 +85,7 @@ def list_ids(
 
 
 def _shifted(read: KernelRead, first: int) -> KernelRead:
-    """The same, with its examples numbered from `first` on."""
+    """The same read, with its examples numbered from `first` on."""
     order_B = read.order_B
     if order_B is None:
         order_B = torch.arange(read.bags.num_examples, device=read.bags.offsets.device)
