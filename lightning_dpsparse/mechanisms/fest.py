@@ -74,5 +74,9 @@ class AdaFESTPlus(AdaFEST):
 
 
 def selection_of(mechanism: Mechanism) -> Selection | None:
-    """How a mechanism selects rows before training; None if all rows may take part."""
-    return mechanism.selection if isinstance(mechanism, (FEST, AdaFESTPlus)) else None
+    """How the rows of a mechanism are selected before training; None if all may take part.
+
+    A mechanism that has a `selection` opens a `SelectionState`.
+    """
+    found = getattr(mechanism, "selection", None)
+    return found if isinstance(found, Selection) else None

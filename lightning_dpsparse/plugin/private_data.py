@@ -48,7 +48,7 @@ from lightning_dpsparse.sampling.units import (
     WholeUsers,
     check_one_day,
 )
-from lightning_dpsparse.sharded.split_batch import nobody
+from lightning_dpsparse.sharded.split_batch import empty_batch
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class _Collated(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         if not indices:
-            return nobody(self.__getitems__([0]))
+            return empty_batch(self.__getitems__([0]))
         return self._collate(_read(self._dataset, indices))
 
     def __getitem__(self, index: int) -> Any:

@@ -163,6 +163,8 @@ class _Cut:
         self._collection, self._lookup, self._kernel = collection, lookup, kernel
         self._steps = 0
         self._bags: Bags | None = None
+        self._is_order_known = False
+        self._ranks: list[int] | None = None
         kernel.module.register_forward_pre_hook(self._before_lookup)
         kernel.module.register_forward_hook(self._after_lookup)
 
@@ -223,11 +225,13 @@ class _Cut:
 
     def _order(self, device: torch.device) -> Tensor | None:
         """The example that each bag column holds; None if columns are in the order of examples."""
-        ranks = upstream.ranks_in_order(self._collection, self._lookup)
-        if ranks is None:
+        if not self._is_order_known:  # TorchRec decides it in the first forward pass
+            self._ranks = upstream.ranks_in_order(self._collection, self._lookup)
+            self._is_order_known = True
+        if self._ranks is None:
             return None
         size = self._collection.padded_size
-        first = torch.tensor(ranks, device=device)[:, None] * size
+        first = torch.tensor(self._ranks, device=device)[:, None] * size
         return (first + torch.arange(size, device=device)).flatten()
 
 

@@ -48,27 +48,11 @@ class Kernel:
         self.steps_before = 0
         """Number of optimizer steps that were counted when the present private step began."""
         self._own_writes = 0
-
-    @property
-    def table_names(self) -> list[str]:
-        return [piece.name for piece in self.pieces]
-
-    @property
-    def shard_offsets(self) -> list[tuple[int, int]]:
-        return [piece.shard_offset for piece in self.pieces]
-
-    @property
-    def has_whole_rows(self) -> bool:
-        return all(piece.has_all_columns for piece in self.pieces)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._tbe.current_device)
-
-    @property
-    def optimizer(self) -> EmbOptimType:
-        found: EmbOptimType = self._tbe.optimizer
-        return found
+        self.table_names = [piece.name for piece in self.pieces]
+        self.shard_offsets = [piece.shard_offset for piece in self.pieces]
+        self.has_whole_rows = all(piece.has_all_columns for piece in self.pieces)
+        self.device = torch.device(self._tbe.current_device)
+        self.optimizer: EmbOptimType = self._tbe.optimizer
 
     @property
     def learning_rate(self) -> float:

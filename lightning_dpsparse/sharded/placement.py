@@ -249,7 +249,7 @@ def _table_configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
 
 def is_mean(config: BaseEmbeddingConfig) -> bool:
     """Whether the table averages its bags. Sequences have no pooling."""
-    return getattr(config, "pooling", None) is PoolingType.MEAN
+    return isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN
 
 
 def _check_names(placement: Placement, configs: Mapping[str, BaseEmbeddingConfig]) -> None:

@@ -27,6 +27,6 @@ def split_batch(batch: Any, most: int, device: torch.device) -> list[Any]:
     return [cut_examples(batch, size, bounds[i], bounds[i + 1]) for i in range(count)]
 
 
-def nobody(batch: Any) -> Any:
+def empty_batch(batch: Any) -> Any:
     """A batch without examples that has the form of this one."""
     return cut_examples(batch, num_examples(batch), 0, 0)
