@@ -74,6 +74,7 @@ main(["fit", "--config", "dlrm_lazydp", "--print_config"])
 """
 
 
+@pytest.mark.slow  # it builds and installs a wheel; the first test says where recipes are
 def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
     """About ten seconds, most of which pass while torch and Lightning are imported."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.privacy_accountant import UnsupportedEventError
@@ -28,7 +28,20 @@ TOLERANCE = 1e-4
 
 
 def epsilon_of(counts: EventCounts, delta: float, grid: float = FINE) -> float:
-    """The least epsilon at this delta, rounded up by the grid. It is infinite without privacy."""
+    """The least epsilon at this delta, rounded up by the grid. It is infinite without privacy.
+
+    Answers are kept: whoever fits twice with one plan does not calibrate its noise twice.
+    """
+    asked = tuple(counts)
+    try:
+        hash(asked)
+    except TypeError:  # some events hold lists
+        return _epsilon_of.__wrapped__(asked, delta, grid)
+    return _epsilon_of(asked, delta, grid)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon_of(counts: tuple[tuple[DpEvent, int], ...], delta: float, grid: float) -> float:
     total = compose([losses_of(event, count, grid) for event, count in counts], grid)
     return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ from lightning_dpsparse.sharded.collections import (
 
 # F features, L lookups, R rows of all tables
 
-_HOOKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""The hook of each collection whose ids are mapped, so that it can be removed."""
-
 
 def share_a_row(module: nn.Module, rows: Mapping[str, Tensor] | None, row: int | None) -> None:
     """Send all ids but these rows of each table (by the path of its weight) to one row.
@@ -34,19 +30,19 @@ def share_a_row(module: nn.Module, rows: Mapping[str, Tensor] | None, row: int |
     Without `rows`, or without `row`, every id reads its own row again.
     """
     for path, collection in sharded_collections(module).items():
-        hook = _HOOKS.pop(collection, None)
-        if hook is not None:
-            hook.remove()
+        hooks = collection._forward_pre_hooks  # a copy of the collection has copies of them
+        for key in [key for key, hook in hooks.items() if isinstance(hook, OneRowForOthers)]:
+            del hooks[key]
         if rows is not None and row is not None:
             configs = table_configs(collection)
             selected = [rows[weight_path(path, collection, c.name)] for c in configs]
-            mapping = OneRowForOthers(configs, selected, row)
-            _HOOKS[collection] = collection.register_forward_pre_hook(mapping)
+            collection.register_forward_pre_hook(OneRowForOthers(configs, selected, row))
 
 
 def shares_a_row(collection: nn.Module) -> bool:
     """Whether some ids of the collection read a row that is not their own."""
-    return collection in _HOOKS
+    hooks = collection._forward_pre_hooks.values()
+    return any(isinstance(hook, OneRowForOthers) for hook in hooks)
 
 
 def check_one_table_each(module: nn.Module) -> None:

@@ -43,6 +43,7 @@ def test_a_failing_mode_ends_the_benchmark() -> None:
         interleave({"good": good, "bad": bad}, [0], steps=3)
 
 
+@pytest.mark.slow  # it runs the whole command; its parts have tests above
 def test_the_command_writes_one_object_per_mode(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "out.png"
     small = [

@@ -44,6 +44,7 @@ def test_every_method_of_the_paper_is_tried() -> None:
     assert methods == {"dpsgd", "fest", "adafest", "adafest_plus", "exponential"}
 
 
+@pytest.mark.slow  # it runs the whole command
 def test_table_4_runs(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.table4", "--quick", "--steps", "2"]
