@@ -280,6 +280,7 @@ def test_a_saved_recipe_names_its_mechanism(tmp_path: Path) -> None:
     assert plan["clipping"]["class_path"].endswith("FlatClipping")
 
 
+@pytest.mark.slow  # four processes start from nothing; Lightning starts ranks in the test below
 def test_the_private_recipe_runs_under_torchrun(tmp_path: Path) -> None:
     """`devices: auto` takes torchrun's processes. A target, a report, the same from `report`."""
     recipe = str(ROOT / "recipes" / "dlrm_dpsgd.yaml")

@@ -122,10 +122,10 @@ def fit(mechanism: Any, layers: list[int]) -> dict[str, float]:
     ("mechanism", "layers"),
     [
         (DPSGD(), [WIDTH]),
-        (LazyDP(), [WIDTH]),
-        (AdaFEST(threshold=1.0), [WIDTH]),
+        pytest.param(LazyDP(), [WIDTH], marks=pytest.mark.slow),
+        pytest.param(AdaFEST(threshold=1.0), [WIDTH], marks=pytest.mark.slow),
         (EANA(), [WIDTH]),
-        (LazyDP(), []),
+        pytest.param(LazyDP(), [], marks=pytest.mark.slow),
     ],
 )
 def test_a_private_fit_runs_and_validates(

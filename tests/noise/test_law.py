@@ -53,7 +53,13 @@ def distinct_words() -> Iterator[tuple[NDArray[np.int64], int]]:
             yield np.arange(start, min(stop, start + CHUNK * step), step), step
 
 
-@pytest.mark.parametrize("stddev", [2.0**19, 1.37 * 2.0**19], ids=["coarsest", "finer"])
+@pytest.mark.parametrize(
+    "stddev",
+    [
+        pytest.param(2.0**19, id="coarsest"),
+        pytest.param(1.37 * 2.0**19, id="finer", marks=pytest.mark.slow),
+    ],
+)
 def test_every_number_has_the_probability_of_a_blurred_rounded_gaussian(stddev: float) -> None:
     """Up to a factor of 1 +- 2e-5 wherever words are not replaced; and the score, the slope of the
     logarithm, is right to 2e-3 in root mean square. A shift of standard deviations d, spread over

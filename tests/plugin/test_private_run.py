@@ -45,7 +45,7 @@ def test_a_target_is_met_and_shown(
     assert exact <= results[0]["epsilons"][-1] + 1e-6
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_min_epochs_cannot_overspend(
     world: int, one_rank: Ranks, two_ranks: Ranks, tmp_path: Path
 ) -> None:

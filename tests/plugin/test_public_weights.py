@@ -166,6 +166,7 @@ def pictures_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow  # a transformer is tuned in the quick tests
 def test_convolutions_are_tuned_from_public_weights(one_rank: Ranks, pictures_file: str) -> None:
     found = one_rank.run(tune_pictures, pictures_file)[0]
     for name, weight in torch.load(pictures_file).items():
