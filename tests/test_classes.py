@@ -25,8 +25,6 @@ LARGER = {
     "run_plan.py RunPlan": 14,
     # Everything that is read and written of one FBGEMM kernel, most of it a line each.
     "sharded/kernel.py Kernel": 15,
-    # TorchRec's sharded collection, of which some methods are overridden.
-    "sharded/cut.py PrivateLookup": 14,
     # Yet to be split by duty.
     "engine/ghost.py DenseCapture": 13,
     "engine/recorder.py Recorder": 18,

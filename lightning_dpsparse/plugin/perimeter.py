@@ -8,6 +8,7 @@ that examples do not depend on each other. The perimeter calls each of them when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -83,7 +84,7 @@ class Perimeter:
         """The step has been charged: ready the engine for its batch."""
         self._leaders = None
         if unit_sizes is not None:
-            self._leaders = [sum(unit_sizes[:u]) for u in range(len(unit_sizes))]
+            self._leaders = list(accumulate(unit_sizes, initial=0))[:-1]
         if self._steps.start(step, unit_sizes, delivery.num_examples):
             self.guard.follow()
         self._steps.paths.is_probe_due = self._is_probed and is_due(step)

@@ -144,6 +144,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._training is None:
+            assert self._run is None  # a private run takes no step before it has started
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         self._training.backward(loss)

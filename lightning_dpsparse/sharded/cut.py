@@ -42,14 +42,6 @@ class PrivateLookup(nn.Module):
     def reset_parameters(self) -> None:
         """Do nothing, because `initialise_shards` draws the initial values."""
 
-    def _first_examples(self, output: Any, size: int) -> Any:
-        """The collection's output for the first `size` examples. The others are padding."""
-        raise NotImplementedError
-
-    def _sum_of(self, output: Any) -> Tensor:
-        """The sum of everything in the collection's output."""
-        raise NotImplementedError
-
     def _create_lookups(self) -> None:
         super()._create_lookups()  # type: ignore[misc]
         self.reading = Reading.OUTSIDE
@@ -126,7 +118,7 @@ class PrivateLookup(nn.Module):
             lengths=torch.zeros(len(keys) * num_examples, dtype=torch.int64, device=device),
             stride=num_examples,
         )
-        return self._sum_of(self(empty)) * 0.0
+        return _sum_of(self(empty), is_pooled=is_pooled(self)) * 0.0
 
     def start_step(self) -> None:
         """Note how many steps were counted before the first forward pass of a private step."""
@@ -148,7 +140,7 @@ class PrivateLookup(nn.Module):
         if size == self.padded_size:
             return self._forward_unwatched(features)
         whole = self._forward_unwatched(_pad(features, self.padded_size)).wait()
-        return self._first_examples(whole, size)
+        return _first_examples(whole, size, is_pooled=is_pooled(self))
 
     def _forward_unwatched(self, features: KeyedJaggedTensor) -> Any:
         """Look rows up without the capture of dense layers, which would find none and cost time."""
@@ -238,31 +230,29 @@ class _Cut:
 class ShardedTables(PrivateLookup, ShardedEmbeddingBagCollection):
     """Pooled tables, whose lookups can be cut."""
 
-    def _first_examples(self, output: KeyedTensor, size: int) -> KeyedTensor:
-        return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:size])
-
-    def _sum_of(self, output: KeyedTensor) -> Tensor:
-        return output.values().sum()
-
 
 class ShardedSequences(PrivateLookup, ShardedEmbeddingCollection):
     """Tables whose rows come one by one, and whose lookups can be cut."""
 
-    def _first_examples(
-        self, output: dict[str, JaggedTensor], size: int
-    ) -> dict[str, JaggedTensor]:
-        """Cut off lengths only, because padding examples have no values."""
-        return {
-            name: JaggedTensor(
-                values=sequences.values(),
-                lengths=sequences.lengths()[:size],
-                weights=sequences.weights_or_none(),
-            )
-            for name, sequences in output.items()
-        }
 
-    def _sum_of(self, output: dict[str, JaggedTensor]) -> Tensor:
-        return torch.stack([sequences.values().sum() for sequences in output.values()]).sum()
+def _first_examples(output: Any, size: int, *, is_pooled: bool) -> Any:
+    """A collection's output for the first `size` examples. The others are padding, without rows."""
+    if is_pooled:
+        return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:size])
+    return {
+        name: JaggedTensor(
+            values=sequences.values(),
+            lengths=sequences.lengths()[:size],
+            weights=sequences.weights_or_none(),
+        )
+        for name, sequences in output.items()
+    }
+
+
+def _sum_of(output: Any, *, is_pooled: bool) -> Tensor:
+    """The sum of everything in a collection's output, which may still be on its way."""
+    values = [output] if is_pooled else output.values()
+    return torch.stack([piece.values().sum() for piece in values]).sum()
 
 
 def _largest(size: int, device: torch.device) -> int:
