@@ -2,7 +2,8 @@
 
 What further steps will cost is computed once, before training (`forecast`), since it takes seconds.
 From then on `Budget` counts steps. It charges them to the ledger at the price that the plan asks
-for the whole run so far (`RunPlan.extend`), and keeps the journal on disk ahead of training.
+for the whole run so far (`RunPlan.extend`), and keeps the journal on disk ahead of training: before
+a step begins, a charge for it and for some more steps has reached the disk.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from lightning_dpsparse.accounting.calibration import most_steps
-from lightning_dpsparse.accounting.ledger import Journal, Ledger
+from lightning_dpsparse.accounting.journal import Journal
+from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 
 GRID_POINTS = 16
 """Numbers of further steps for which a forecast has epsilon, at most."""
-AHEAD = 16
-"""Number of steps that the journal is ahead of training. A killed run is charged at most so many
-that it did not take."""
+WRITE_AHEAD = 16
+"""Number of steps that the journal charges for in advance, if nothing else is said. A run that
+crashes is charged at most so many that it did not take; a larger number costs fewer syncs."""
 _FAR = 1 << 20
 """Number of further steps that epsilon is forecast for if training has no end."""
 
@@ -78,17 +80,27 @@ def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
 class Budget:
     """Counts steps against a forecast, and keeps ledger and journal.
 
-    The journal is written by one rank; the others pass None.
+    Args:
+        ahead: What further steps will have cost.
+        journal: Is written by one rank; the others pass None.
+        write_ahead: Number of steps that the journal charges for in advance.
     """
 
     def __init__(
-        self, run: RunPlan, ledger: Ledger, ahead: Forecast, journal: Journal | None
+        self,
+        run: RunPlan,
+        ledger: Ledger,
+        ahead: Forecast,
+        journal: Journal | None,
+        write_ahead: int = WRITE_AHEAD,
     ) -> None:
         self.run, self.ledger = run, ledger
         self._forecast, self._journal = ahead, journal
+        self._write_ahead = write_ahead
         self._start, self._reserved = ledger.steps, ledger.steps
         run.charge(ledger, ledger.position, 0)  # opens a segment, with no step yet
-        self.settle()
+        if journal is not None:
+            journal.write(ledger)
 
     @property
     def step(self) -> int:
@@ -138,15 +150,23 @@ class Budget:
         if self._journal is None or self.ledger.steps < self._reserved:
             return
         ahead = self.ledger.copy()
-        self.run.extend(ahead, self._taken + AHEAD)
+        self.run.extend(ahead, self._taken + self._write_ahead)
         self._journal.write(ahead)
         self._reserved = ahead.steps
 
-    def settle(self) -> None:
-        """Let the journal charge for the steps that were really taken, and for no more."""
+    def settle(self) -> bool:
+        """Let the journal charge for the steps that were really taken, and for no more.
+
+        Returns whether that worked. If not, because the disk is full, say, the journal goes on
+        charging for the steps that were announced, which are more.
+        """
         if self._journal is not None:
-            self._journal.write(self.ledger)
+            try:
+                self._journal.write(self.ledger)
+            except Refused:
+                return False
         self._reserved = self.ledger.steps
+        return True
 
     def close(self) -> None:
         """Write the journal for the last time, and let another process continue the run."""

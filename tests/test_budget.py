@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from lightning_dpsparse.accounting.ledger import Journal, Ledger
-from lightning_dpsparse.budget import AHEAD, Budget, BudgetSpentError, forecast
+from lightning_dpsparse.accounting.journal import Journal
+from lightning_dpsparse.accounting.ledger import Ledger
+from lightning_dpsparse.budget import WRITE_AHEAD, Budget, BudgetSpentError, forecast
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase
+from tests.support.journals import charged_in
 
 PHASES = [Phase(0, 10_000, 0.01)]
 
@@ -104,14 +105,14 @@ def test_the_journal_is_ahead_of_every_step(tmp_path: Path) -> None:
     """A kill at any moment leaves a file that charges for all that may have begun."""
     run = run_plan(epsilon=2.0)
     budget = start(run, folder=tmp_path)
-    path = tmp_path / f"{budget.ledger.run}.json"
+    path = tmp_path / f"{budget.ledger.run}.journal"
     for _ in range(50):
         budget.charge()
-        on_disk = Ledger.from_data(json.loads(path.read_text()))
-        assert budget.ledger.steps <= on_disk.steps <= budget.ledger.steps + AHEAD
+        on_disk = charged_in(path)
+        assert budget.ledger.steps <= on_disk.steps <= budget.ledger.steps + WRITE_AHEAD
         assert on_disk.epsilon(run.delta, 1e-3) >= budget.ledger.epsilon(run.delta, 1e-3)
     budget.close()
-    assert Ledger.from_data(json.loads(path.read_text())) == budget.ledger
+    assert charged_in(path) == budget.ledger
 
 
 def test_a_step_after_the_schedule_is_refused() -> None:

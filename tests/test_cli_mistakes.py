@@ -144,7 +144,7 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
     for damaged in (b"", b"not a checkpoint", b"PK\x03\x04 cut off"):
         (checkpoint / "meta.pt").write_bytes(damaged)
         found = refusal_of("consolidate", str(checkpoint), str(tmp_path / "whole.ckpt"))
-        assert "found a damaged one" in found
+        assert "found no manifest.json in it" in found
 
 
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

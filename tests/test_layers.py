@@ -16,6 +16,7 @@ ORDER = [
     "refused",
     "versions",
     "hashing",
+    "durable",
     "noise",
     "accounting",
     "sampling",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
-from lightning_dpsparse.accounting.ledger import Journal, Ledger
+from lightning_dpsparse.accounting.journal import Journal
+from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import Budget, forecast
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step_inputs import Table
@@ -27,6 +27,7 @@ from lightning_dpsparse.mechanisms.selection import (
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase, day_phases
+from tests.support.journals import charged_in
 
 TABLES = [Table("t0", 100, ("x", "y")), Table("t1", 50, ("z",))]
 COUNTED = NoisyHistogram(noise_multiplier=4.0)
@@ -186,10 +187,10 @@ def test_the_journal_holds_the_release_before_the_step_begins(tmp_path: Path) ->
     run = met(fest(renew=True), day_phases(BOUNDS, 100.0, 60, NAMES), by_day=True)
     ledger = Ledger()
     budget = Budget(run, ledger, forecast(run, ledger), Journal(tmp_path, ledger.run))
-    path = tmp_path / f"{ledger.run}.json"
+    path = tmp_path / f"{ledger.run}.journal"
     for step in range(31):
         assert budget.charge() == step
-        on_disk = Ledger.from_data(json.loads(path.read_text()))
+        on_disk = charged_in(path)
         paid = {e.partition for e in on_disk.entries if e.event == RELEASE}
         assert paid >= set(NAMES[: 1 + (step >= 12) + (step >= 30)])
         assert sum(e.count for e in ledger.entries if e.event == RELEASE) == len(

@@ -20,15 +20,17 @@ from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
 from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.events import DpEvent
-from lightning_dpsparse.accounting.ledger import Journal, Ledger
+from lightning_dpsparse.accounting.journal import Journal
+from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.accounting.privacy_loss import COARSE
-from lightning_dpsparse.budget import AHEAD, Budget, BudgetSpentError, forecast
+from lightning_dpsparse.budget import WRITE_AHEAD, Budget, BudgetSpentError, forecast
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.report.facts import make_facts
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase
 from lightning_dpsparse.sampling.schedule import Schedule
+from tests.support.journals import charged_in
 
 STEPS, DELTA = 400, 1e-6
 
@@ -71,10 +73,6 @@ def start(run: RunPlan, ledger: Ledger, folder: Path | None = None) -> Budget:
 
 def held(ledger: Ledger) -> list[tuple[DpEvent, int, int]]:
     return [(entry.event, entry.count, entry.steps) for entry in ledger.entries]
-
-
-def read(path: Path) -> Ledger:
-    return Ledger.from_data(json.loads(path.read_text()))
 
 
 def test_every_further_step_replaces_the_price_of_all() -> None:
@@ -123,13 +121,13 @@ def test_a_step_after_the_end_changes_nothing() -> None:
 
 def test_the_journal_holds_the_price_of_the_steps_ahead(tmp_path: Path) -> None:
     budget = start(planned(noise_multiplier=2.0), Ledger(), tmp_path)
-    path = tmp_path / f"{budget.ledger.run}.json"
+    path = tmp_path / f"{budget.ledger.run}.journal"
     for step in range(40):
         budget.charge()
-        ahead = step // AHEAD * AHEAD + AHEAD
-        assert held(read(path)) == [(price(2.0, ahead), 1, ahead)]
+        ahead = step // WRITE_AHEAD * WRITE_AHEAD + WRITE_AHEAD
+        assert held(charged_in(path)) == [(price(2.0, ahead), 1, ahead)]
     budget.close()
-    assert read(path) == budget.ledger
+    assert charged_in(path) == budget.ledger
 
 
 def test_a_run_that_goes_on_begins_a_segment_and_leaves_the_earlier_one(tmp_path: Path) -> None:
@@ -168,13 +166,13 @@ def test_steps_that_were_lost_stay_charged(tmp_path: Path) -> None:
     budget = start(run, Ledger(), tmp_path)
     for _ in range(20):
         budget.charge()
-    ledger = read(tmp_path / f"{budget.ledger.run}.json")  # as a kill would leave it
+    ledger = charged_in(tmp_path / f"{budget.ledger.run}.journal")  # as a kill would leave it
     budget.close()
     ledger.lost = ledger.steps - 12  # the checkpoint is of step 12
     again = start(run, ledger)
     assert again.step == ledger.position == 12
     assert again.charge() == 12
-    charged = 2 * AHEAD
+    charged = 2 * WRITE_AHEAD
     assert held(ledger) == [(price(2.0, charged), 1, charged), (price(2.0, 1), 1, 1)]
     assert ledger.position == 13
 

@@ -1,4 +1,4 @@
-"""The ledger: what the training of a model has cost so far, and a journal of it on disk.
+"""The ledger: what the training of a model has cost so far.
 
 A run may be interrupted, continued from a checkpoint, and continued again with another plan. Each
 uninterrupted stretch is a *segment*. Its mechanism prices the first t steps of a segment as a
@@ -7,19 +7,16 @@ steps makes a whole run one event. The ledger therefore remembers what it held b
 segment, and replaces the price of t steps by that of t + 1. Once a new segment begins, the charges
 of earlier ones stay as they are.
 
-`budget.py` charges a ledger step by step; `run_plan.py` says what the steps cost.
+`budget.py` charges a ledger step by step; `run_plan.py` says what the steps cost; `journal.py`
+keeps the ledger on disk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 from dp_accounting.dp_event import DpEvent
@@ -33,7 +30,6 @@ from lightning_dpsparse.accounting.calibration import (
 from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.events import event_from_data, event_to_data
 from lightning_dpsparse.accounting.privacy_loss import FINE
-from lightning_dpsparse.refused import Refused
 
 
 @dataclass
@@ -199,45 +195,3 @@ def _in_proportion(steps: int, counts: Sequence[int]) -> list[int]:
         round(steps * stop / total) - round(steps * start / total)
         for start, stop in pairwise(accumulate(counts, initial=0))
     ]
-
-
-class Journal:
-    """The ledger on disk, always ahead of what has run. One process holds it at a time.
-
-    Guarantees: after a kill at any moment the file charges for every step that may have begun.
-    """
-
-    def __init__(self, folder: Path, run: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{run}.json"
-        self._lock = (folder / f"{run}.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise Refused(
-                f"Expected one training at a time to continue run {run}, found another process at "
-                "it. Both would spend the same budget. Wait for it, or stop it."
-            ) from error
-
-    def read(self) -> Ledger | None:
-        """The ledger that is on disk; None if there is none."""
-        return read_ledger(self.path)
-
-    def write(self, ledger: Ledger) -> None:
-        """Replace the file, and be sure that it has reached the disk."""
-        draft = self.path.with_suffix(".draft")
-        with draft.open("w") as file:
-            json.dump(ledger.to_data(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-
-    def close(self) -> None:
-        """Let another process continue the run."""
-        self._lock.close()
-
-
-def read_ledger(path: Path) -> Ledger | None:
-    """The ledger in a journal's file; None if there is no such file."""
-    return Ledger.from_data(json.loads(path.read_text())) if path.exists() else None

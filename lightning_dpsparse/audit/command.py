@@ -21,6 +21,7 @@ from lightning_dpsparse.audit.bound import CONFIDENCE
 from lightning_dpsparse.audit.canaries import auditable
 from lightning_dpsparse.audit.one_run import one_run_audit
 from lightning_dpsparse.audit.secret_sharer import REPEATS, SecretSharer
+from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.recipe import RecipeCLI, recipe_session
 
 
@@ -46,7 +47,7 @@ def _one_run(cli: RecipeCLI, options: argparse.Namespace) -> None:
         confidence=options.confidence,
         seed=options.seed,
     )
-    own = Path(trainer.log_dir or trainer.default_root_dir)  # every rank must ask for log_dir
+    own = private_run(trainer).folder
     if trainer.is_global_zero:
         for folder in (own, options.report):
             if folder is not None and (folder / report.JSON_NAME).is_file():

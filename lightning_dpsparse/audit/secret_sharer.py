@@ -132,7 +132,9 @@ class SecretSharer(Callback):
             losses_on_examples(pl_module, data, device, e) for e in self._examples
         )
         self.found = exposures(self.repeats_C, canary_C, reference_R)
-        folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        run = getattr(trainer.strategy, "private_run", None)
+        own = trainer.log_dir or trainer.default_root_dir if run is None else run.folder
+        folder = Path(self.folder or own)
         if trainer.is_global_zero:
             write_exposures(self.found, folder)
         rank_zero_info(show_exposures(self.found))

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from typing_extensions import override
 
-from lightning_dpsparse.plugin.evidence import evidence_folder
+from lightning_dpsparse.plugin.folders import free_folder
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import write as write_report
@@ -127,9 +127,13 @@ class PrivacyReport(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         run = private_run(trainer)
-        folder = Path(self.folder) if self.folder else evidence_folder(trainer)
-        if trainer.is_global_zero and run.has_started:
-            write_report(run.facts(), folder)
+        if not trainer.is_global_zero or not run.has_started:
+            return
+        assert run.folder is not None
+        folder = run.folder
+        if self.folder is not None:
+            folder = free_folder(Path(self.folder), run.budget.ledger.run)
+        write_report(run.facts(), folder)
 
 
 def private_run(trainer: Trainer) -> PrivateRun:

@@ -3,12 +3,12 @@
 A checkpoint is a directory: every rank writes its shards, and rank 0 the rest. Beside the weights
 lie their history (`history`) and, for a private run, what that run kept: its ledger, its selected
 rows and its evidence. A copy of the privacy report goes into every directory. Before anything is
-written, noise that a mechanism has put off is added.
+written, noise that a mechanism has put off is added. The directory appears under its name when it
+is whole and has reached the disk, and the journal remembers it then.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_dpsparse.durable import drafts
 from lightning_dpsparse.plugin import lineage, refusals
+from lightning_dpsparse.plugin.folders import local_path, near_checkpoint
 from lightning_dpsparse.plugin.history import (
     History,
     history_as_data,
@@ -32,6 +35,7 @@ from lightning_dpsparse.plugin.private_training import PrivateTraining
 from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
+from lightning_dpsparse.sharded.process_group import from_rank_zero
 from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 
@@ -46,6 +50,9 @@ class ShardedCheckpoints(ShardedStrategy):
     """Counts the steps of a `fit` without a plan, from its start on."""
     _carried: dict[str, Any] | None = None
     """What the private run behind the checkpoint that was loaded last kept."""
+    trust_checkpoints: bool
+    """Whether checkpoints may be read as pickles."""
+    _has_told_of_objects = False
     _weights: frozenset[str] = frozenset()
     """Names of what the module's state dict held when it was last asked."""
 
@@ -98,33 +105,48 @@ class ShardedCheckpoints(ShardedStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write a directory: every rank writes its shards, and rank 0 the rest."""
-        path = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero and path.is_file():
-            path.unlink()
-        self.barrier()
+        path = local_path(self.broadcast(str(filepath)), "the path of a checkpoint")
         meta = dict(checkpoint)
-        if self._run is not None and self._run.has_started:
-            self._run.evidence.note_saved(checkpoint, self._weights)
-            meta[CHECKPOINT_KEY] = self._run.checkpoint()
+        run = self._run if self._run is not None and self._run.has_started else None
+        if run is not None:
+            run.evidence.note_saved(checkpoint, self._weights)
+            meta[CHECKPOINT_KEY] = run.checkpoint()
         elif self._carried is not None:
             meta[CHECKPOINT_KEY] = self._carried
         meta[sharded_checkpoint.HISTORY_KEY] = history_as_data(self._current_history())
-        sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta)
-        if self.is_global_zero and self._run is not None and self._run.has_started:
-            write_report(self._run.facts(), path)
+
+        def finish(folder: Path) -> dict[str, Any]:
+            about = {"global_step": int(checkpoint["global_step"])}
+            if run is None:
+                return about
+            write_report(run.facts(), folder)
+            ledger = run.budget.ledger
+            return {**about, "run": ledger.run, "steps_charged": ledger.steps}
+
+        objects = sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta, finish)
+        if objects and not self._has_told_of_objects:
+            self._has_told_of_objects = True
+            rank_zero_warn(
+                "Checkpoints of this run hold objects that are no plain values, and will be read "
+                "only where trust_checkpoints=True: "
+                f"{', '.join(f'{place} ({kind})' for place, kind in objects.items())}. Name their "
+                "classes to torch.serialization.add_safe_globals, or leave them out."
+            )
+        if run is not None:
+            from_rank_zero(lambda: run.ledger.note_checkpoint(path))
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
+        path = local_path(self.broadcast(str(checkpoint_path)), "the path of a checkpoint")
         is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
         checkpoint = sharded_checkpoint.load(
             path,
             self.module,
             strict=self.module.strict_loading,
             with_optimizer=is_fitting,
-            weights_only=weights_only,
+            trust=self.trust_checkpoints,
         )
         self._carried = checkpoint.get(CHECKPOINT_KEY)
         keep_history(self.module, history_in(checkpoint))
@@ -135,7 +157,7 @@ class ShardedCheckpoints(ShardedStrategy):
             # The rows that were not selected may all be read from one row.
             share_a_row(self.module, selected.get("rows"), selected.get("row_for_others"))
         if self._run is not None and self._carried is not None:
-            self._run.restore(self._carried)
+            self._run.restore(self._carried, near_checkpoint(path))
         elif self._run is not None:
             self._run.evidence.declare_public(
                 "The data behind the checkpoint that training began from, which has no ledger."
@@ -149,4 +171,4 @@ class ShardedCheckpoints(ShardedStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         if self.is_global_zero:
-            shutil.rmtree(filepath, ignore_errors=True)
+            drafts.remove(local_path(filepath, "the path of a checkpoint"))

@@ -9,7 +9,6 @@ goes on from them says it too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -30,11 +29,6 @@ _LIGHTNINGS_KEYS = {
     "current_model_state", "averaging_state",
 }  # fmt: skip
 """What Lightning itself puts into a checkpoint."""
-
-
-def evidence_folder(trainer: Trainer) -> Path:
-    """Where journal and report go: beside the run's logs. Asks the ranks: call it on all."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 class Evidence:
@@ -71,9 +65,9 @@ class Evidence:
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Repeat what a checkpoint, or the module in memory, says of earlier runs."""
-        for what in kept["taints"]:
+        for what in kept.get("taints", ()):
             self.taint(what)
-        for what in kept["not_covered"]:
+        for what in kept.get("not_covered", ()):
             self.declare_public(what)
 
     def begin(self, module: LightningModule, data: str | None, ledger: Ledger) -> None:

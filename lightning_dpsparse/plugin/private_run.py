@@ -16,7 +16,8 @@ on `private_training` takes the steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -29,15 +30,17 @@ from lightning_dpsparse.engine.dense import DenseGaussian
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.datasets import digest
-from lightning_dpsparse.plugin.evidence import Evidence, evidence_folder
+from lightning_dpsparse.plugin.evidence import Evidence
+from lightning_dpsparse.plugin.folders import journal_folder, make_report_folder
 from lightning_dpsparse.plugin.history import keep_history, keep_spent, spent_by
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter, is_probed
 from lightning_dpsparse.plugin.run_data import RunData
-from lightning_dpsparse.plugin.run_ledger import RunLedger
+from lightning_dpsparse.plugin.run_ledger import RunLedger, behind_checkpoint
 from lightning_dpsparse.plugin.run_mechanism import RunMechanism
 from lightning_dpsparse.plugin.run_selection import RunSelection
 from lightning_dpsparse.run_plan import RunPlan
+from lightning_dpsparse.sharded.key_exchange import agree_on_key
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.process_group import from_rank_zero
 
@@ -50,16 +53,16 @@ class PrivateRun:
 
     Args:
         plan: The user's plan. The run forgets it once it has met its data: see `PrivateRun.plan`.
+        write_ahead: Number of steps that the journal charges for in advance.
     """
 
-    def __init__(self, plan: PrivacyPlan, trainer: Trainer) -> None:
+    def __init__(self, plan: PrivacyPlan, trainer: Trainer, write_ahead: int) -> None:
         self._users_plan: PrivacyPlan | None = plan
         self._trainer = trainer
-        self._key = from_rank_zero(plan.make_key)
+        self._key = agree_on_key(plan.make_key)
         self.logs = Logs(trainer)
         self.evidence = Evidence(trainer, self.logs)
-        folder = evidence_folder(trainer) / "privacy"
-        self.ledger = RunLedger(trainer, folder, self.evidence.taint)
+        self.ledger = RunLedger(trainer, journal_folder(trainer), self.evidence, write_ahead)
         self.data = RunData(trainer, self._key, lambda: self.budget.step)
         self.selection = RunSelection(self._key)
         self.mechanism = RunMechanism()
@@ -68,6 +71,8 @@ class PrivateRun:
         self.perimeter: Perimeter | None = None
         """Watches the steps; None before the run has started."""
         self._counts_rows = self._diagnoses = False
+        self.folder: Path | None = None
+        """The folder of the run's report, once the run has started."""
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -94,12 +99,14 @@ class PrivateRun:
         """Before `start`: count updated rows, and with `diagnostics` what is clipped and read."""
         self._counts_rows, self._diagnoses = True, diagnostics
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def restore(self, kept: Mapping[str, Any], near: Sequence[Path] = ()) -> None:
         """Go on from an earlier run: what it has spent stays spent.
 
-        `kept` is what `checkpoint` gave, in a file or with a module in memory.
+        `kept` is what `checkpoint` gave, in a file or with a module in memory. `near` are folders
+        that the run's journal may have been moved to.
         """
-        self.ledger.restore(kept)
+        folders = (journal_folder(self._trainer), *near)
+        self.ledger.restore(behind_checkpoint(kept, folders))
         self.evidence.restore(kept)
         self.selection.restore(kept.get("selection"))
         self.mechanism.restore(kept.get("mechanism"))
@@ -112,6 +119,7 @@ class PrivateRun:
         if spent is not None and not self.ledger.is_restored:
             self.restore(spent)
         ledger = self.ledger.begin()
+        self.folder = from_rank_zero(lambda: make_report_folder(self._trainer, ledger.run))
         run = self.data.resolve(self.plan, module)
         self.logs.open()
         sampled = self.data.sampled
@@ -182,7 +190,11 @@ class PrivateRun:
     def settle(self) -> None:
         """Training rests: the journal and the module remember what was really taken."""
         if self.has_started:
-            self.budget.settle()
+            if not self.budget.settle():
+                rank_zero_warn(
+                    "The journal could not be brought up to date: it charges for some steps that "
+                    "were not taken. Nothing else is lost."
+                )
             keep_spent(self._module, self.checkpoint())
             keep_history(self._module, self.evidence.history(self.budget.ledger))
 

@@ -2,23 +2,72 @@
 
 A run that goes on from a checkpoint, or from a module in memory, goes on with the ledger of the
 runs before it. Other processes may have gone on from the same weights meanwhile, or may have been
-killed: what they charged is in the journal on disk, which all runs of one line share. The budget
-(`lightning_dpsparse.budget`) then charges every step before it is taken.
+killed: what they charged is in the journal on disk, which all runs of one line share. Where the two
+disagree, the larger counts (`accounting.journal`). The budget (`lightning_dpsparse.budget`) then
+charges every step before it is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
+from lightning_dpsparse.accounting.journal import (
+    Journal,
+    JournalState,
+    Position,
+    find_journal,
+    reconcile,
+)
+from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import Budget, forecast
+from lightning_dpsparse.plugin.evidence import Evidence
+from lightning_dpsparse.plugin.launches import launch_name
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 from lightning_dpsparse.sharded.process_group import from_rank_zero
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """What the runs before this one have left: the line of runs that it goes on with."""
+
+    folder: Path
+    """Where their journal is."""
+    ledger: Ledger
+    journal: JournalState | None
+    """What the journal said when it was read; None if it is gone."""
+    first_sequence: int = 0
+    """The least sequence of a record to come: a checkpoint may know of later ones."""
+    words: Sequence[str] = ()
+    """What the report must say."""
+
+
+def behind_checkpoint(kept: Mapping[str, Any], folders: Sequence[Path]) -> EarlierRuns:
+    """The runs behind a checkpoint, or behind a module in memory, by what they kept.
+
+    `folders` are where their journal may be if it is not where it was. On all ranks.
+    """
+
+    def read() -> EarlierRuns:
+        mark = kept["journal"]
+        folder, state = find_journal(mark, kept["ledger"]["run"], folders)
+        ledger, words = reconcile(mark, state)
+        ledger.lost = ledger.steps - Ledger.from_data(kept["ledger"]).position
+        return EarlierRuns(folder, ledger, state, int(mark["sequence"]) + 1, words)
+
+    return from_rank_zero(read)
+
+
+def behind_journal(folder: Path, journal: JournalState) -> EarlierRuns:
+    """Runs of which no checkpoint is left: the model begins anew, and what was charged stays."""
+    journal.ledger.lost = journal.ledger.steps
+    return EarlierRuns(folder, journal.ledger, journal)
 
 
 class RunLedger:
@@ -26,13 +75,19 @@ class RunLedger:
 
     Args:
         folder: Where the journal of a new line of runs goes.
-        taint: Is called with what the report should say.
+        evidence: Is told what the report should say.
+        write_ahead: Number of steps that the journal charges for in advance.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path, taint: Callable[[str], None]) -> None:
-        self._trainer, self._folder, self._taint = trainer, folder, taint
+    def __init__(
+        self, trainer: Trainer, folder: Path, evidence: Evidence, write_ahead: int
+    ) -> None:
+        self._trainer, self._folder, self._evidence = trainer, folder, evidence
+        self._write_ahead = write_ahead
+        self._earlier: EarlierRuns | None = None
         self._ledger: Ledger | None = None
         self._budget: Budget | None = None
+        self._journal: Journal | None = None
         self.ended_early = False
         """Whether the run ended before its schedule did, because the budget was spent."""
 
@@ -43,24 +98,14 @@ class RunLedger:
         """Whether the run goes on with the ledger of an earlier one."""
         return self._ledger is not None
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on with the ledger that an earlier run kept: what was spent stays spent."""
-        self._folder = Path(kept["journal"])  # one for all runs that go on from another
-        self._ledger = self._with_journal(Ledger.from_data(kept["ledger"]))
-
-    def _with_journal(self, ledger: Ledger) -> Ledger:
-        """Add what was charged since, by whoever else went on from the same weights."""
-        taken = ledger.position
-        on_disk = from_rank_zero(lambda: read_ledger(self._folder / f"{ledger.run}.json"))
-        if on_disk is None:
-            self._taint(
-                f"The journal of run {ledger.run} was not found: steps that a killed process took "
-                "after the checkpoint are not counted."
-            )
-        elif on_disk.steps >= ledger.steps:
-            ledger = on_disk
-        ledger.lost = ledger.steps - taken
-        return ledger
+    def restore(self, earlier: EarlierRuns) -> None:
+        """Go on with the ledger of earlier runs: what was spent stays spent."""
+        # All runs that go on from one another share one journal, wherever that is now.
+        self._earlier, self._ledger, self._folder = earlier, earlier.ledger, earlier.folder
+        if earlier.journal is not None:
+            self._evidence.restore(earlier.journal.notes)
+        for word in earlier.words:
+            self._evidence.taint(word)
 
     def begin(self) -> Ledger:
         """The ledger that this run writes to: a restored one, or a new one."""
@@ -71,15 +116,36 @@ class RunLedger:
     def open(self, run: RunPlan) -> None:
         """Forecast what steps will cost, lock the journal, and be ready to charge."""
         ledger = self.begin()
+        found = None if self._earlier is None else self._earlier.journal
+        if found is not None and found.may_lack_a_record:
+            _charge_in_vain(run, ledger, self._write_ahead)
         ahead = from_rank_zero(lambda: forecast(run, ledger))
-        journal: Journal | None = None
 
         def open_journal() -> None:  # an error must reach all ranks
-            nonlocal journal
-            journal = Journal(self._folder, ledger.run)
+            self._journal = self._open_journal(ledger.run)
+            self._budget = Budget(run, ledger, ahead, self._journal, self._write_ahead)
 
         from_rank_zero(open_journal)
-        self._budget = Budget(run, ledger, ahead, journal)
+        if self._budget is None:  # on the other ranks
+            self._budget = Budget(run, ledger, ahead, None, self._write_ahead)
+
+    def _open_journal(self, run: str) -> Journal:
+        """Lock the journal. It must say what it said when the run was restored."""
+        journal = Journal(
+            self._folder,
+            run,
+            first_sequence=0 if self._earlier is None else self._earlier.first_sequence,
+            launch=launch_name(),
+            notes=self._evidence.kept,
+        )
+        found = None if self._earlier is None else self._earlier.journal
+        if _position(journal.before) != _position(found):
+            journal.close()
+            raise Refused(
+                f"Expected to be alone at run {run}, found that another process has gone on with "
+                "it a moment ago. Start again: what it spent will be counted."
+            )
+        return journal
 
     # ---- from the first step on -----------------------------------------------------------------
 
@@ -109,13 +175,33 @@ class RunLedger:
         )
 
     def kept(self) -> dict[str, Any]:
-        """What the next run goes on with: plain Python values."""
-        return {
-            "ledger": self.budget.ledger.to_data(),
-            "journal": str(self._folder.absolute()),
-        }
+        """What the next run goes on with: plain Python values. Rank 0 knows the journal."""
+        mark = None if self._journal is None else self._journal.mark()
+        return {"ledger": self.budget.ledger.to_data(), "journal": mark}
+
+    def note_checkpoint(self, path: Path) -> None:
+        """A checkpoint has become whole: whoever restarts the run will find it. On rank 0."""
+        assert self._journal is not None
+        if self._journal.is_open:
+            self._journal.note_checkpoint(path)
+            return
+        # The run has ended. Others may have gone on with it: what they charged stays as it is.
+        journal = Journal(self._folder, self.budget.ledger.run, notes=self._evidence.kept)
+        journal.note_checkpoint(path)
+        journal.close()
 
     def close(self) -> None:
         """Have the journal say what was really taken, and let other runs go on."""
         if self._budget is not None:
             self._budget.close()
+
+
+def _position(journal: JournalState | None) -> Position | None:
+    return None if journal is None else journal.position
+
+
+def _charge_in_vain(run: RunPlan, ledger: Ledger, steps: int) -> None:
+    """Charge some steps that the model did not take, and that somebody may have."""
+    before = ledger.steps
+    run.charge(ledger, ledger.position, steps)
+    ledger.lost += ledger.steps - before

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dpsparse.budget import WRITE_AHEAD
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
-from lightning_dpsparse.plugin.evidence import evidence_folder
 from lightning_dpsparse.plugin.history import keep_history
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
@@ -49,6 +49,10 @@ class DPSparseStrategy(ShardedCheckpoints):
         max_physical_batch: Most examples that a rank takes through the model at once in a private
             step; larger batches are cut into parts, and clipped, noised and applied as one.
         uneven_loaders: What to do with loaders that give ranks different numbers of batches.
+        write_ahead: Number of steps that the journal charges for in advance. A run that crashes is
+            charged at most so many that it did not take; a larger number needs fewer syncs.
+        trust_checkpoints: Read checkpoints as pickles, which can run code of whoever wrote them.
+            By default only plain values and tensors are read.
         process_group_backend: "gloo" or "nccl". By default what fits the device.
         timeout: How long a rank waits for the others.
         start_method: How Lightning starts the other processes of this host.
@@ -63,6 +67,8 @@ class DPSparseStrategy(ShardedCheckpoints):
         fused_optimizer: FusedOptimizer | None = None,
         max_physical_batch: int | None = None,
         uneven_loaders: Literal["raise", "truncate"] = "raise",
+        write_ahead: int = WRITE_AHEAD,
+        trust_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -81,7 +87,13 @@ class DPSparseStrategy(ShardedCheckpoints):
                 f"Expected max_physical_batch of at least 1, and a privacy plan, found "
                 f"{max_physical_batch} and {privacy}. Without privacy, use a smaller batch_size."
             )
+        if write_ahead < 1:
+            raise Refused(
+                f"Expected write_ahead of at least 1, found {write_ahead}: a step is charged "
+                "before it begins."
+            )
         self.max_physical_batch = max_physical_batch
+        self.write_ahead, self.trust_checkpoints = write_ahead, trust_checkpoints
 
     def amend_plan(self, **changes: Any) -> None:
         """Change settings of the plan for the runs to come, as an audit does that adds examples.
@@ -97,7 +109,8 @@ class DPSparseStrategy(ShardedCheckpoints):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         # The run first: configure_optimizers may ask how long training is and so load data.
-        self._run = None if self.privacy is None else PrivateRun(self.privacy, trainer)
+        plan, ahead = self.privacy, self.write_ahead
+        self._run = None if plan is None else PrivateRun(plan, trainer, ahead)
         self._plain = self._training = None
         super().setup_optimizers(trainer)
 
@@ -185,7 +198,8 @@ class DPSparseStrategy(ShardedCheckpoints):
         trainer = self.module.trainer
         saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
         if self._run.ledger.ended_early and trainer.global_step not in saved:
-            path = evidence_folder(trainer) / f"budget-spent-step={trainer.global_step}.ckpt"
+            assert self._run.folder is not None
+            path = self._run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
             rank_zero_info(f"The last model within the budget is in {path}.")
 

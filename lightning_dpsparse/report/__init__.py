@@ -2,18 +2,18 @@
 
 A guarantee is worth what a reviewer can check. `facts.py` collects what a run did and claims,
 `page.py` turns it into a page whose sections follow a published checklist, and the functions here
-write, read and extend the two files. The package uses the standard library only, and the page needs
-no network, because it holds its style (`style.py`) and its drawing (`plot.py`) itself.
+write, read and extend the two files. The page needs no network, because it holds its style
+(`style.py`) and its drawing (`plot.py`) itself.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_dpsparse.durable.files import make_folder, write_files
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report.page import page
 from lightning_dpsparse.report.text import show
@@ -55,22 +55,12 @@ def render(facts: Mapping[str, Any]) -> str:
 def write(facts: Mapping[str, Any], folder: Path) -> None:
     """Write `privacy_report.json` and `privacy_report.html` into `folder`.
 
-    Guarantees: a reader finds each file whole, old or new; neither changes unless both could be
-    made. A number that is not finite is refused.
+    Guarantees: a reader finds each file whole, old or new, after a power cut too; neither changes
+    unless both could be made. A number that is not finite is refused.
     """
     data = json.dumps(dict(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     texts = {JSON_NAME: data.encode(), HTML_NAME: render(facts).encode()}
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not tempfile: its files are readable by their owner only, and a report is for others.
-    drafts = {name: folder / f".{name}.{os.getpid()}.tmp" for name in texts}
-    try:
-        for name, draft in drafts.items():
-            draft.write_bytes(texts[name])
-        for name, draft in drafts.items():
-            os.replace(draft, folder / name)
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+    write_files(make_folder(folder), texts)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""Sharded checkpoints: a directory of torch.distributed.checkpoint shards plus `meta.pt`.
+"""Sharded checkpoints: a directory of shards, one file for all else, and a manifest.
+
+| file | what |
+|---|---|
+| `__RANK_NUMBER.distcp` | shards, written by `torch.distributed.checkpoint` |
+| `meta.pt` | all else that is plain values (`plain_values`), and the index of the shards |
+| `objects.pt` | what is not, if there is any: it is read if the user trusts the checkpoint |
+| `manifest.json` | size and digest of every file (`checkpoint_files`) |
 
 Under "model" lies the module's state dict with whole tables as global tensors, so that a checkpoint
 of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer state.
@@ -6,91 +13,229 @@ of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer 
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from lightning_dpsparse.durable.manifest import MANIFEST_NAME
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sharded.checkpoint_files import (
+    check_alone,
+    check_together,
+    total_size,
+    written_together,
+)
 from lightning_dpsparse.sharded.collections import sharded_tables
 from lightning_dpsparse.sharded.fused import (
     combined_fused_optimizer,
     kernel_steps,
     set_kernel_steps,
 )
+from lightning_dpsparse.sharded.plain_values import (
+    load_plain,
+    load_trusted,
+    part_objects,
+    put_back,
+    type_names,
+)
+from lightning_dpsparse.sharded.process_group import on_all_ranks
+from lightning_dpsparse.sharded.shard_index import (
+    PlainPlanner,
+    PlainReader,
+    PlainWholePlanner,
+    index_as_data,
+    index_from_data,
+)
 from lightning_dpsparse.sharded.shards import load_whole_tables
 
 META_FILE = "meta.pt"  # Lightning's name for it: its consolidation tool looks for this file
+OBJECTS_FILE = "objects.pt"
 HISTORY_KEY = "lightning_dpsparse_history"  # which data the weights were trained on
 _KERNEL_STEPS = "dpsparse_kernel_steps"
+_INDEX = "dpsparse_shard_index"
+_OBJECTS = "dpsparse_objects"
+_UNNEEDED = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Entries that are not needed where there is a module: only `load_from_checkpoint` reads them."""
 
 
-def save(path: Path, module: nn.Module, model_state: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Write a checkpoint directory. Every rank calls this; rank 0 writes `meta.pt`."""
-    path.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:  # a half-written checkpoint must not pass for a whole one
-        (path / META_FILE).unlink(missing_ok=True)
-    dist.barrier()
+def save(
+    path: Path,
+    module: nn.Module,
+    model_state: dict[str, Any],
+    meta: dict[str, Any],
+    finish: Callable[[Path], Mapping[str, Any]],
+) -> dict[str, str]:
+    """Write a checkpoint directory. Every rank calls this; rank 0 writes what is not sharded.
+
+    `finish` is called by rank 0 with the folder before it gets its name: it may add files that are
+    not checked when the checkpoint is loaded, and returns what the manifest should say.
+
+    Guarantees: whatever happens on the way, `path` is what it was before, or the new checkpoint as
+    a whole, and in that case it has reached the disk.
+
+    Returns the class of every object that will be read from trusted checkpoints only, by its place.
+    """
     state = {"model": model_state}
     if "optimizer_states" in meta:  # absent when the user asked for weights only
         state["fused_optimizer"] = combined_fused_optimizer(module).state_dict()["state"]
-    dcp.save(state, checkpoint_id=path)
-    if dist.get_rank() == 0:
-        torch.save({**meta, _KERNEL_STEPS: kernel_steps(module)}, path / META_FILE)
-    dist.barrier()
+    plain, objects = part_objects({**meta, _KERNEL_STEPS: kernel_steps(module)})
+    plain[_OBJECTS] = type_names(objects)
+
+    def write_rest(folder: Path, index: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            _write(folder / META_FILE, {**plain, _INDEX: index})
+            if objects:
+                _write(folder / OBJECTS_FILE, objects)
+
+    try:
+        with written_together(path, _local_bytes([state, plain]), finish) as folder:
+            index = index_as_data(dcp.save(state, checkpoint_id=folder))
+            on_all_ranks(lambda: write_rest(folder, index))
+    except (OSError, dcp.CheckpointException) as error:
+        raise Refused(
+            f"Expected to write the checkpoint {str(path)!r}, found that it failed: "
+            f"{_reason(error)}. What was there before is untouched. Make the disk writable, with "
+            "room on it, and go on from the last checkpoint."
+        ) from error
+    found: dict[str, str] = plain[_OBJECTS]
+    return found
+
+
+def _write(path: Path, values: Mapping[Any, Any]) -> None:
+    """Write values as torch does, with the errors of the operating system."""
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def _local_bytes(state: Any) -> int:
+    """How much this rank will write. What all ranks hold is counted on rank 0."""
+    if isinstance(state, ShardedTensor):
+        return sum(shard.tensor.nbytes for shard in state.local_shards())
+    if isinstance(state, Tensor):
+        return state.nbytes if dist.get_rank() == 0 else 0
+    if isinstance(state, Mapping):
+        return sum(_local_bytes(value) for value in state.values())
+    return sum(_local_bytes(value) for value in state) if isinstance(state, (list, tuple)) else 0
+
+
+def _reason(error: BaseException) -> str:
+    """Why a checkpoint could not be written, in a few words."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_reason(error)}"
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint directory that is whole, opened for reading."""
+
+    path: Path
+    meta: dict[str, Any]
+    stored: Mapping[str, Any]
+    """What the checkpoint holds under each name: sizes, not values."""
+    reader: dcp.FileSystemReader
+    is_trusted: bool
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fill these tensors, each rank its own shards."""
+        planner = dcp.DefaultLoadPlanner() if self.is_trusted else PlainPlanner()
+        dcp.load(state, storage_reader=self.reader, planner=planner)
+
+
+def _open(path: Path, *, trust: bool, together: bool, needs_all: bool = False) -> _Source:
+    """Open a checkpoint, after its files have been checked against the manifest.
+
+    With `trust` a checkpoint without a manifest is opened too, and objects are read.
+    """
+    _check_directory(path)
+    if trust and not (path / MANIFEST_NAME).exists():
+        reader = dcp.FileSystemReader(path)
+        meta, stored = load_trusted(path / META_FILE), reader.read_metadata().state_dict_metadata
+        return _Source(path, meta, stored, reader, is_trusted=True)
+    manifest = check_together(path) if together else check_alone(path)
+    meta = load_plain(path / META_FILE)
+    if not isinstance(meta, dict) or _INDEX not in meta or META_FILE not in manifest.files:
+        raise Refused(
+            f"Expected a checkpoint of this package at {str(path)!r}, found another kind of file "
+            "in it. Pass the directory that DPSparseStrategy saved."
+        )
+    index = index_from_data(meta.pop(_INDEX), manifest.files, total_size(manifest))
+    objects = meta.pop(_OBJECTS)
+    if trust and objects:
+        put_back(meta, load_trusted(path / OBJECTS_FILE))
+    elif objects:
+        _check_objects(path, objects, needs_all=needs_all)
+    reader = PlainReader(path, index)
+    return _Source(path, meta, index.state_dict_metadata, reader, is_trusted=trust)
+
+
+def _check_objects(path: Path, objects: Mapping[str, str], *, needs_all: bool) -> None:
+    """Refuse to leave out an object that somebody waits for."""
+    missed = {
+        place: kind
+        for place, kind in objects.items()
+        if needs_all or place.partition(".")[0] not in _UNNEEDED
+    }
+    if missed:
+        raise Refused(
+            f"Expected plain values in {str(path)!r}, found objects: "
+            f"{', '.join(f'{place} ({kind})' for place, kind in missed.items())}. They could run "
+            "code of their writer when they are read. Name their classes to "
+            "torch.serialization.add_safe_globals before they are saved; or, if you trust the "
+            "checkpoint, say so: DPSparseStrategy(trust_checkpoints=True), `--trust`, or "
+            "load_from_checkpoint(..., weights_only=False)."
+        )
 
 
 def load(
-    path: Path, module: nn.Module, *, strict: bool, with_optimizer: bool, weights_only: bool | None
+    path: Path, module: nn.Module, *, strict: bool, with_optimizer: bool, trust: bool
 ) -> dict[str, Any]:
-    """Read a checkpoint directory into `module`'s shards; return what `meta.pt` holds.
+    """Read a checkpoint directory into `module`'s shards; return all else that it holds.
 
     A consolidated file is read too, for evaluation: it carries the weights alone.
     """
     if path.is_file() and not with_optimizer:
-        return _load_file(path, module, strict=strict)
-    _check_directory(path)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        return _load_file(path, module, strict=strict, trust=trust)
+    source = _open(path, trust=trust, together=True)
     model_state = module.state_dict()
-    _check_model(stored, model_state, strict=strict)
-    wanted = {key: value for key, value in model_state.items() if f"model.{key}" in stored}
-    dcp.load({"model": wanted}, checkpoint_id=path)
+    _check_model(source.stored, model_state, strict=strict)
+    wanted = {key: value for key, value in model_state.items() if f"model.{key}" in source.stored}
+    source.load({"model": wanted})
     _load_into(module, wanted, strict=strict)
-    meta: dict[str, Any] = torch.load(
-        path / META_FILE, map_location="cpu", weights_only=bool(weights_only)
-    )
-    steps = meta.pop(_KERNEL_STEPS)
+    steps = source.meta.pop(_KERNEL_STEPS)
     if with_optimizer:
-        _load_fused_optimizer(path, stored, module)
+        _load_fused_optimizer(source, module)
         set_kernel_steps(module, steps)
-    return meta
+    return source.meta
 
 
-def consolidate(path: Path) -> dict[str, Any]:
+def consolidate(path: Path, *, trust: bool = False, needs_all: bool = False) -> dict[str, Any]:
     """Read a whole checkpoint into this process's memory, in Lightning's single-file layout.
 
-    `["state_dict"]` then loads into the module with plain collections.
+    `["state_dict"]` then loads into the module with plain collections. With `needs_all`, objects
+    that cannot be read are refused, hyper-parameters among them.
     """
-    _check_directory(path)
+    source = _open(path, trust=trust, together=False, needs_all=needs_all)
     state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=dcp.FileSystemReader(path),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    checkpoint: dict[str, Any] = torch.load(
-        path / META_FILE, map_location="cpu", weights_only=False
-    )
+    planner = PlainWholePlanner()
+    _load_state_dict(state, storage_reader=source.reader, planner=planner, no_dist=True)
+    checkpoint = source.meta
     weights: Any = OrderedDict(state["model"])
     # Code that takes the weights alone finds their history here.
     weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}
@@ -106,16 +251,15 @@ def _check_directory(path: Path) -> None:
             f"Expected a checkpoint directory that holds {META_FILE}, found {found} at "
             f"{str(path)!r}. Pass the directory that this strategy saved."
         )
-    # torch.save writes a zip file, and dcp.save writes its index last.
-    if not is_zipfile(path / META_FILE) or not (path / ".metadata").is_file():
+
+
+def _load_file(path: Path, module: nn.Module, *, strict: bool, trust: bool) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = load_trusted(path) if trust else load_plain(path)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise Refused(
-            f"Expected a whole checkpoint at {str(path)!r}, found a damaged one: {META_FILE} or "
-            ".metadata is missing or cut off. Copy the directory again."
+            f"Expected a consolidated checkpoint at {str(path)!r}, found a file without a "
+            "state_dict. Make one with: lightning-dpsparse consolidate CHECKPOINT FILE"
         )
-
-
-def _load_file(path: Path, module: nn.Module, *, strict: bool) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     absent = load_whole_state(module, checkpoint["state_dict"])
     if absent and strict:
         raise Refused(f"Expected {str(path)!r} to hold {absent}, found none of that.")
@@ -142,7 +286,7 @@ def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> lis
     return missing
 
 
-def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict: bool) -> None:
+def _check_model(stored: Mapping[str, Any], model_state: dict[str, Any], *, strict: bool) -> None:
     """Refuse a checkpoint that does not fit the model, with an error that names what differs."""
     missing = [key for key in model_state if f"model.{key}" not in stored]
     if missing and strict:
@@ -161,18 +305,18 @@ def _check_model(stored: dict[str, Any], model_state: dict[str, Any], *, strict:
             )
 
 
-def _load_fused_optimizer(path: Path, stored: dict[str, Any], module: nn.Module) -> None:
+def _load_fused_optimizer(source: _Source, module: nn.Module) -> None:
     optimizer = combined_fused_optimizer(module)
     state = optimizer.state_dict()
     for parameter, entries in state["state"].items():
         for name, value in entries.items():
-            _check_optimizer_entry(stored, f"fused_optimizer.{parameter}.{name}", value)
+            _check_optimizer_entry(source.stored, f"fused_optimizer.{parameter}.{name}", value)
     if any(state["state"].values()):
-        dcp.load({"fused_optimizer": state["state"]}, checkpoint_id=path)
+        source.load({"fused_optimizer": state["state"]})
     optimizer.load_state_dict(state)
 
 
-def _check_optimizer_entry(stored: dict[str, Any], key: str, value: Tensor) -> None:
+def _check_optimizer_entry(stored: Mapping[str, Any], key: str, value: Tensor) -> None:
     entry = stored.get(key)
     if entry is None:
         raise Refused(

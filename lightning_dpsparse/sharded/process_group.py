@@ -38,6 +38,29 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     return result
 
 
+def on_all_ranks(act: Callable[[], T]) -> list[T]:
+    """Let every rank act, and return what each has got. If one fails, all raise.
+
+    So no rank goes on, or waits, where another has stopped. A rank that failed raises its own
+    error, and the others say whose it was.
+    """
+    mine: tuple[Any, BaseException | None]
+    try:
+        mine = act(), None
+    except Exception as error:
+        mine = None, error
+    answers: list[Any] = [None] * dist.get_world_size()
+    told = mine[0], None if mine[1] is None else (isinstance(mine[1], Refused), str(mine[1]))
+    dist.all_gather_object(answers, told)
+    if mine[1] is not None:
+        raise mine[1]
+    for rank, (_, failure) in enumerate(answers):
+        if failure is not None:
+            is_refusal, words = failure
+            raise Refused(words) if is_refusal else RuntimeError(f"Rank {rank} failed: {words}")
+    return [answer for answer, _ in answers]
+
+
 def first_of_units(unit_sizes: Sequence[int], loss_n: Tensor, ranks: Ranks) -> Tensor | None:
     """The first example of every example's unit, for all ranks; None if each example is a unit.
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.charges import Charge
-from lightning_dpsparse.accounting.ledger import Journal, Ledger, read_ledger
+from lightning_dpsparse.accounting.ledger import Ledger
 
 ONE, TWO = events.poisson_gaussian(0.01, 1.0), events.poisson_gaussian(0.01, 2.0)
 
@@ -85,22 +82,3 @@ def test_the_price_of_a_segment_is_replaced_and_what_was_before_it_stays() -> No
     assert ledger.steps == 7
     ledger.copy().charge_segment([])
     assert ledger.steps == 7
-
-
-def test_the_journal_keeps_what_was_written(tmp_path: Path) -> None:
-    ledger = Ledger()
-    journal = Journal(tmp_path / "privacy", ledger.run)
-    assert journal.read() is None
-    ledger.charge(ONE)
-    journal.write(ledger)
-    assert journal.read() == ledger
-    journal.close()
-    assert read_ledger(tmp_path / "privacy" / f"{ledger.run}.json") == ledger
-
-
-def test_two_processes_cannot_spend_one_budget(tmp_path: Path) -> None:
-    first = Journal(tmp_path, "run")
-    with pytest.raises(ValueError, match="Expected one training at a time to continue run run"):
-        Journal(tmp_path, "run")
-    first.close()
-    Journal(tmp_path, "run").close()

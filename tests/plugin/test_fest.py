@@ -22,6 +22,7 @@ from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
 from lightning_dpsparse.refused import Refused
 from tests.support.fest_runs import REPLAYED, Selecting, fest, plan, rows_in, select, selected_by
+from tests.support.journals import charged_in
 from tests.support.private_runs import BATCH, SIZE, Marked, ledger_of, strict_collate
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import TABLES
@@ -60,7 +61,7 @@ class Finished:
 def finished(one_rank: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("finished")
     result = one_rank.run(select, 1, plan(), folder, save_every=5, with_facts=True)[0]
-    (journal,) = (folder / "privacy").glob("*.json")
+    (journal,) = (folder / "privacy").glob("*.journal")
     return Finished(result, folder / "step=5.ckpt", journal, journal.read_text())
 
 
@@ -88,8 +89,7 @@ class Guarded(Marked):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if len(indices) == SIZE:
-            (path,) = (self.folder / "privacy").glob("*.json")
-            ledger = Ledger.from_data(json.loads(path.read_text()))
+            ledger = charged_in(self.folder / "privacy")
             self.journals.append([(e.event, e.partition) for e in ledger.entries])
             if self.broken:
                 raise RuntimeError("the data is broken")
@@ -119,8 +119,7 @@ def test_the_journal_has_the_release_before_the_data_is_counted(
 def test_a_count_that_breaks_off_is_charged(one_rank: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the data is broken"):
         one_rank.run(select, 1, plan(), tmp_path, loader=over(Guarded(tmp_path, broken=True)))
-    (path,) = (tmp_path / "privacy").glob("*.json")
-    ledger = Ledger.from_data(json.loads(path.read_text()))
+    ledger = charged_in(tmp_path / "privacy")
     assert next((e.event, e.count) for e in ledger.entries) == (RELEASE, 1)
 
 

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_dpsparse import DPSGD, EANA, PrivacyPlan, PrivacyReport
-from lightning_dpsparse.accounting.ledger import read_ledger
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import read as read_report
+from tests.support.journals import charged_in
 from tests.support.private_runs import (
     BATCH,
     NOISY,
@@ -83,10 +83,7 @@ def test_the_engine_refuses_the_step_that_would_overspend(one_rank: Ranks, tmp_p
 def test_a_failed_step_is_charged(one_rank: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="this step fails"):
         one_rank.run(fit, 1, NOISY, tmp_path, module=Watching(fail_at=3))
-    (path,) = (tmp_path / "privacy").glob("*.json")
-    ledger = read_ledger(path)
-    assert ledger is not None
-    assert ledger.steps == 4
+    assert charged_in(tmp_path / "privacy").steps == 4
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dpsparse import report
+from lightning_dpsparse.durable import files
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report.plot import draw_epsilon_curve
 from lightning_dpsparse.report.text import show
@@ -346,15 +347,14 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None
 def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.write(private_facts(), tmp_path)
     before = contents(tmp_path)
-    write_bytes = Path.write_bytes
+    write_new = files._write_new
 
-    def fill_up(path: Path, data: bytes) -> int:
+    def fill_up(path: Path, data: bytes) -> None:
+        write_new(path, data[:100] if "html" in path.name else data)
         if "html" in path.name:
-            write_bytes(path, data[:100])
             raise OSError("No space left on device")
-        return write_bytes(path, data)
 
-    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    monkeypatch.setattr(files, "_write_new", fill_up)
     with pytest.raises(OSError, match="No space left"):
         report.write(tainted_facts(), tmp_path)
     assert contents(tmp_path) == before
@@ -362,8 +362,9 @@ def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.M
 
 def test_showing_a_report_needs_the_standard_library_only() -> None:
     """Collecting its facts (facts.py) asks the plan and the ledger; showing them asks nobody."""
-    ours = ("lightning_dpsparse.report.", "lightning_dpsparse.refused.")
-    paths = [p for p in Path(report.__file__).parent.glob("*.py") if p.name != "facts.py"]
+    ours = tuple(f"lightning_dpsparse.{part}." for part in ("report", "refused", "durable"))
+    folders = [Path(report.__file__).parent, Path(files.__file__).parent]
+    paths = [p for folder in folders for p in folder.glob("*.py") if p.name != "facts.py"]
     assert len(paths) > 3
     for path in paths:
         for name in imports(path):
