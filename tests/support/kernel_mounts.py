@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -18,16 +22,52 @@ def mount(source: str, target: Path, kind: str, options: str = "") -> None:
     _call("mount", source.encode(), os.fsencode(target), kind.encode(), 0, options.encode())
 
 
-def share_mounts(folder: Path) -> None:
-    """Let mounts below this folder appear in mount namespaces that are made later, too."""
-    path = os.fsencode(folder)
-    _call("mount", path, path, None, _BIND, None)
-    _call("mount", None, path, None, _SHARED, None)
+@contextlib.contextmanager
+def mount_point(prefix: str) -> Iterator[Path]:
+    """An empty folder to mount on; it goes afterwards, with what is mounted there.
+
+    Mounts on it appear in mount namespaces that were made later, too, and so do reboots of a disk.
+    """
+    with contextlib.ExitStack() as closing:
+        parent = Path(tempfile.mkdtemp(prefix=prefix))
+        closing.callback(parent.rmdir)
+        parent.chmod(0o755)  # also for processes of other users
+        _call("mount", os.fsencode(parent), os.fsencode(parent), None, _BIND, None)
+        closing.callback(unmount, parent, lazy=True)
+        _call("mount", None, os.fsencode(parent), None, _SHARED, None)
+        path = parent / "disk"
+        path.mkdir()
+        closing.callback(path.rmdir)
+        closing.callback(unmount_if_mounted, path)
+        closing.enter_context(_cleaner(path))
+        yield path
+
+
+@contextlib.contextmanager
+def _cleaner(path: Path) -> Iterator[None]:
+    """A process that removes a mount point when this process ends without doing so."""
+    script = 'cat; umount -l "$1"; umount -l "$2"; rmdir "$1" "$2"'
+    process = subprocess.Popen(
+        ["sh", "-c", script, "sh", str(path), str(path.parent)],
+        stdin=subprocess.PIPE,  # it ends with this process
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # an interrupt from the keyboard is for this process alone
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def unmount(target: Path, *, lazy: bool = False) -> None:
     """Lazily: programs that hold files there keep them, and nobody else finds it."""
     _call("umount2", os.fsencode(target), _DETACH if lazy else 0)
+
+
+def unmount_if_mounted(target: Path) -> None:
+    with contextlib.suppress(OSError):
+        unmount(target, lazy=True)
 
 
 def sync_file_system(path: Path) -> None:

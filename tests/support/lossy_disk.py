@@ -34,7 +34,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tests.support.kernel_mounts import attach_loop, mount, share_mounts, sync_file_system, unmount
+from tests.support.kernel_mounts import (
+    attach_loop,
+    mount,
+    mount_point,
+    sync_file_system,
+    unmount,
+    unmount_if_mounted,
+)
 from tests.support.lossy_volume import OPERATIONS
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -55,15 +62,7 @@ class LossyDisk:
 
     def __enter__(self) -> LossyDisk:
         with contextlib.ExitStack() as closing:
-            folder = Path(tempfile.mkdtemp(prefix="lossy-disk-"))
-            closing.callback(folder.rmdir)
-            folder.chmod(0o755)  # also for processes of other users
-            share_mounts(folder)
-            closing.callback(unmount, folder, lazy=True)
-            self.path = folder / "disk"
-            self.path.mkdir()
-            closing.callback(self.path.rmdir)
-            closing.callback(self._unmount)
+            self.path = closing.enter_context(mount_point("lossy-disk-"))
             self._start_server()
             closing.callback(self._stop_server)
             self._attach()
@@ -99,7 +98,7 @@ class LossyDisk:
         if keep not in ("nothing", "some"):
             raise ValueError(f'Expected keep="nothing" or "some", found {keep!r}.')
         self.cut()
-        self._unmount()
+        unmount_if_mounted(self.path)
         self._order("reboot", seed if keep == "some" else None)
         self._attach()
 
@@ -145,18 +144,14 @@ class LossyDisk:
         with theirs:
             command = [sys.executable, "-m", "tests.support.lossy_server", str(theirs.fileno())]
             self._server = subprocess.Popen(
-                [*command, str(self.path), "" if self._capacity is None else str(self._capacity)],
+                [*command, "" if self._capacity is None else str(self._capacity)],
                 cwd=_REPOSITORY,
+                start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
 
-    def _unmount(self) -> None:
-        with contextlib.suppress(OSError):  # it was not mounted, or somebody was faster
-            unmount(self.path, lazy=True)
-
     def _stop_server(self) -> None:
-        with self._pipe, contextlib.suppress(OSError):
-            self._pipe.send(("stop", ()))
+        self._pipe.close()
         try:
             self._server.wait(_PATIENCE)
         except subprocess.TimeoutExpired:

@@ -6,7 +6,6 @@ cut is an instant: what was answered before it happened, and all that comes late
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import sys
@@ -16,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fuse_wire import Connection
-from tests.support.kernel_mounts import unmount
 from tests.support.lossy_volume import Volume
 
 
 class Server:
     """Attributes without underscore are the orders."""
 
-    def __init__(self, orders: Pipe, mount_point: Path, capacity: int | None) -> None:
-        self._orders, self._mount_point = orders, mount_point
+    def __init__(self, orders: Pipe, capacity: int | None) -> None:
+        self._orders = orders
         self._volume = Volume(capacity)
         self._owner = os.getppid()
         self._connections: dict[int, Connection] = {}  # the dead ones, too: they answer EIO
@@ -42,20 +40,12 @@ class Server:
                         return
         finally:
             for descriptor in list(self._connections):
-                self._close(descriptor)  # before the mount goes: that asks this process otherwise
+                self._close(descriptor)
 
     def _obey(self) -> bool:
         try:
             name, args = self._orders.recv()
-        except EOFError:  # the test's process is gone, and will not clean up
-            for descriptor in list(self._connections):
-                self._close(descriptor)
-            for path in (self._mount_point, self._mount_point.parent):
-                with contextlib.suppress(OSError):
-                    unmount(path, lazy=True)
-                path.rmdir()
-            return False
-        if name == "stop":
+        except EOFError:  # the test has closed the disk, or is gone
             return False
         try:
             self._orders.send((True, getattr(self, name)(*args)))
@@ -109,5 +99,5 @@ class Server:
 
 
 if __name__ == "__main__":
-    _pipe, _path, _capacity = sys.argv[1:]
-    Server(Pipe(int(_pipe)), Path(_path), int(_capacity) if _capacity else None)._run()
+    _pipe, _capacity = sys.argv[1:]
+    Server(Pipe(int(_pipe)), int(_capacity) if _capacity else None)._run()
