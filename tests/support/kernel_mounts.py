@@ -14,12 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_SHARED, _BIND, _DETACH = 1 << 20, 1 << 12, 2
+_SHARED, _SLAVE, _BIND, _RECURSIVE, _DETACH = 1 << 20, 1 << 19, 1 << 12, 1 << 14, 2
+_NEW_MOUNTS, _NEW_HOSTNAME, _NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LOOP_AUTOCLEAR = 0x4C82, 0x4C0A, 4
 
 
 def mount(source: str, target: Path, kind: str, options: str = "") -> None:
     _call("mount", source.encode(), os.fsencode(target), kind.encode(), 0, options.encode())
+
+
+def bind(source: Path, target: Path) -> None:
+    """Show a file or folder, with all that is mounted below it, at a second place."""
+    flags = _BIND | _RECURSIVE
+    _call("mount", os.fsencode(source), os.fsencode(target), None, flags, None)
 
 
 @contextlib.contextmanager
@@ -76,6 +83,15 @@ def sync_file_system(path: Path) -> None:
         _call("syncfs", descriptor)
     finally:
         os.close(descriptor)
+
+
+def leave_namespaces() -> None:
+    """Give this process a network, a hostname and mounts of its own.
+
+    What the machine mounts and unmounts on a `mount_point` happens here, too, but not vice versa.
+    """
+    _call("unshare", _NEW_MOUNTS | _NEW_HOSTNAME | _NEW_NETWORK)
+    _call("mount", None, b"/", None, _RECURSIVE | _SLAVE, None)
 
 
 def enter_namespace(path: str) -> None:
