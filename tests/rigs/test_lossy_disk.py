@@ -262,6 +262,27 @@ def test_synced_records_of_a_journal_survive_and_its_tail_is_torn(disk: LossyDis
     assert tails >= {("none", True), ("whole", True), ("part", True), ("part", False)}
 
 
+def test_a_long_append_may_come_in_part_and_in_order(disk: LossyDisk) -> None:
+    """A file may also end inside of any of its writes, with all that was written before."""
+    writes = [Random(number).randbytes(5000).replace(b"\0", b"1") for number in range(8)]
+    data, ends = b"".join(writes), set()
+    for seed in range(60):
+        path = disk.path / str(seed)
+        with open(path, "ab", buffering=0) as file:
+            sync_path(disk.path)
+            for part in writes:
+                file.write(part)
+        disk.reboot("some", seed)
+        left = path.read_bytes()
+        assert len(left) <= len(data)
+        assert all(byte in (0, data[at]) for at, byte in enumerate(left))
+        if data.startswith(left):
+            ends.add(len(left))
+    inside = [end for end in ends if end > 5000 and end % 5000 and end % 512]
+    assert len(inside) > 5
+    assert {0, len(data)} <= ends
+
+
 def test_sectors_of_an_overwrite_come_one_by_one(disk: LossyDisk) -> None:
     """Old and new sectors mix, an earlier write may be the last one, and no sector is torn."""
     size, mixed, versions = 16 * 512, 0, set()

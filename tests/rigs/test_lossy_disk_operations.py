@@ -233,7 +233,7 @@ def test_a_read_only_disk_can_be_read_and_not_changed(disk: LossyDisk) -> None:
 
 
 def test_large_files_cost_what_they_hold(disk: LossyDisk) -> None:
-    """Twice as much takes about twice as long; were it quadratic, eight parts took 64 times one."""
+    """The ninth part of a file and its sync cost what the first cost, and not nine times that."""
     part = os.urandom(1 << 20) * 4
     took = []
     with open(disk.path / "file", "wb", buffering=0) as file:
@@ -243,8 +243,8 @@ def test_large_files_cost_what_they_hold(disk: LossyDisk) -> None:
             os.fsync(file.fileno())
             took.append(time.perf_counter() - start)
     assert (disk.path / "file").stat().st_size == 64 << 20
-    # Medians, because the machine has other work, too. Linear is a ratio of 1, and quadratic of 3.
-    assert sorted(took[8:])[4] < 2 * sorted(took[:8])[4]
+    # The quickest of each half, because the machine has other work, too.
+    assert min(took[8:]) < 4 * min(took[:8])
 
 
 def test_nothing_is_left_of_a_closed_disk() -> None:

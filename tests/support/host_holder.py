@@ -63,7 +63,11 @@ def _inhabitants() -> list[int]:
 
 
 if __name__ == "__main__":
-    hold(json.loads(sys.argv[1]))
+    try:
+        hold(json.loads(sys.argv[1]))
+    except OSError as failure:
+        print(failure, flush=True)
+        sys.exit(1)
     print("ready", flush=True)
     sys.stdin.read()
     kill_inhabitants()

@@ -17,7 +17,9 @@ What is durable is what POSIX promises, and nothing that file systems give beyon
 After a failed `fsync` a file is as Linux leaves it: programs still read the data, and a later
 `fsync` succeeds without it. To a folder a failed `fsync` does nothing, and a later one counts.
 
-The file system is a process of its own (`tests/support/lossy_server.py`) that speaks FUSE.
+The file system is a process of its own (`tests/support/lossy_server.py`) that speaks FUSE. It keeps
+in memory what programs see, what is durable, and all writes in between; holes of a file count as
+data. Extended attributes and `O_TMPFILE` are refused. Locks are the kernel's; a reboot ends them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.support.lossy_volume import Volume
 
 
 class Server:
-    """Attributes without underscore are the orders."""
+    """Methods without an underscore are the orders of a test."""
 
     def __init__(self, orders: Pipe, capacity: int | None) -> None:
         self._orders = orders

@@ -70,8 +70,8 @@ class Hosts:
                 self._hold(host)
             for holder in self._holders:
                 assert holder.stdout is not None
-                if holder.stdout.readline() != "ready\n":
-                    raise OSError("a host could not be made: its holder says why")
+                if (said := holder.stdout.readline().strip()) != "ready":
+                    raise OSError(f"its namespaces could not be made: {said}")
             self._connect()
             self._closing = closing.pop_all()
         return self
@@ -173,7 +173,7 @@ class Hosts:
         text = "".join(line + "\n" for line in lines)
         ended = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
         if ended.returncode != 0:
-            raise OSError(f"the network of hosts could not be made: {ended.stderr.strip()}")
+            raise OSError(f"its network could not be made: {ended.stderr.strip()}")
 
     def _stop(self) -> None:
         for capture in self._captures:
@@ -207,5 +207,5 @@ def why_no_hosts() -> str | None:
         with Hosts(1) as hosts:
             hosts.cut_off(0)
     except OSError as failure:
-        return f"hosts cannot be made here: {failure}"
+        return f"no host can be made here: {failure}"
     return None
