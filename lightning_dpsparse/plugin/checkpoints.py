@@ -10,17 +10,18 @@ is whole and has reached the disk, and the journal remembers it then.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dpsparse.durable import drafts
-from lightning_dpsparse.plugin import lineage, refusals
+from lightning_dpsparse.plugin import lineage, refusals, resuming
 from lightning_dpsparse.plugin.folders import local_path, near_checkpoint
 from lightning_dpsparse.plugin.history import (
     History,
@@ -28,11 +29,14 @@ from lightning_dpsparse.plugin.history import (
     history_in,
     history_of,
     keep_history,
+    spent_by,
 )
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
 from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
+from lightning_dpsparse.plugin.shared_folders import check_folders
+from lightning_dpsparse.plugin.trainer_internals import choose_what_is_restored
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.process_group import from_rank_zero
@@ -50,6 +54,8 @@ class ShardedCheckpoints(ShardedStrategy):
     """Counts the steps of a `fit` without a plan, from its start on."""
     _carried: dict[str, Any] | None = None
     """What the private run behind the checkpoint that was loaded last kept."""
+    resume: Literal["auto"] | None
+    """Whether the run goes on from the newest checkpoint that it finds."""
     trust_checkpoints: bool
     """Whether checkpoints may be read as pickles."""
     _has_told_of_objects = False
@@ -83,6 +89,21 @@ class ShardedCheckpoints(ShardedStrategy):
         if self._plain is None or self.module.trainer.state.fn != TrainerFn.FITTING:
             return history_of(self.module)
         return self._plain.history()
+
+    # ---- where training begins ------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_folders(trainer, is_private=self.privacy is not None)
+        from_rank_zero(lambda: resuming.clean_up(trainer))
+        if spent_by(self.module) is None:  # else the module goes on in memory
+            choose = partial(
+                resuming.choose_checkpoint, trainer, self._run, is_auto=self.resume == "auto"
+            )
+            choose_what_is_restored(trainer, choose)
 
     # ---- files ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_dpsparse import report
@@ -46,6 +47,16 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
 def journal_folder(trainer: Trainer) -> Path:
     """Where the journals of all runs of a trainer's root folder are."""
     return local_path(trainer.default_root_dir, "default_root_dir") / _JOURNALS
+
+
+def checkpoint_folders(trainer: Trainer) -> list[Path]:
+    """Folders in which this trainer, or earlier ones of the same root folder, save checkpoints."""
+    root = local_path(trainer.default_root_dir, "default_root_dir")
+    callbacks = trainer.checkpoint_callbacks
+    own = [c.dirpath for c in callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
+    found = [root, root / "checkpoints", *root.glob("lightning_logs/version_*/checkpoints")]
+    found += [local_path(path, "dirpath") for path in own]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 
 def near_checkpoint(path: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from lightning_dpsparse.plugin.table_schedule import TableSchedule
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.placement import Placement
+from lightning_dpsparse.sharded.process_group import join_restarted_group
 from lightning_dpsparse.sharded.refusals import check_wrappers
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -74,6 +75,12 @@ class ShardedStrategy(DDPStrategy):
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
         super().setup_environment()
         build.divide_gradients_by_world_size(False)
+
+    @override
+    def setup_distributed(self) -> None:
+        backend = self._get_process_group_backend()
+        join_restarted_group(backend, self._timeout, self.root_device)
+        super().setup_distributed()
 
     @override
     def connect(self, model: LightningModule) -> None:

@@ -49,6 +49,9 @@ class DPSparseStrategy(ShardedCheckpoints):
         max_physical_batch: Most examples that a rank takes through the model at once in a private
             step; larger batches are cut into parts, and clipped, noised and applied as one.
         uneven_loaders: What to do with loaders that give ranks different numbers of batches.
+        resume: "auto" goes on with the run whose journal or checkpoints are in the trainer's
+            default_root_dir, from its newest whole checkpoint. Without it, a private run goes on
+            by itself only if torchrun or SLURM have started it again.
         write_ahead: Number of steps that the journal charges for in advance. A run that crashes is
             charged at most so many that it did not take; a larger number needs fewer syncs.
         trust_checkpoints: Read checkpoints as pickles, which can run code of whoever wrote them.
@@ -67,6 +70,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         fused_optimizer: FusedOptimizer | None = None,
         max_physical_batch: int | None = None,
         uneven_loaders: Literal["raise", "truncate"] = "raise",
+        resume: Literal["auto"] | None = None,
         write_ahead: int = WRITE_AHEAD,
         trust_checkpoints: bool = False,
         process_group_backend: str | None = None,
@@ -92,7 +96,12 @@ class DPSparseStrategy(ShardedCheckpoints):
                 f"Expected write_ahead of at least 1, found {write_ahead}: a step is charged "
                 "before it begins."
             )
-        self.max_physical_batch = max_physical_batch
+        if resume not in (None, "auto"):
+            raise Refused(
+                f"Expected resume='auto' or None, found {resume!r}. To go on from one checkpoint, "
+                "pass ckpt_path to fit."
+            )
+        self.max_physical_batch, self.resume = max_physical_batch, resume
         self.write_ahead, self.trust_checkpoints = write_ahead, trust_checkpoints
 
     def amend_plan(self, **changes: Any) -> None:

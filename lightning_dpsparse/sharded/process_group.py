@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,31 @@ from lightning_dpsparse.refused import Refused
 # B examples of all ranks after padding, P examples of one rank after padding, U units of this rank
 
 T = TypeVar("T")
+
+
+def join_restarted_group(backend: str, timeout: timedelta | None, device: torch.device) -> None:
+    """Join the process group of a job that torchrun has started, for the first time or again.
+
+    torchrun keeps one store for all attempts, and torch's own rendezvous finds the addresses of
+    dead ranks in it when a job was started again: ranks then refuse each other, or wait for ever
+    (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE is its way out). So each attempt has names of
+    its own in the store.
+    """
+    settings = os.environ
+    if dist.is_initialized() or settings.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return
+    patience = timeout or dist.default_pg_timeout
+    port, world_size = int(settings["MASTER_PORT"]), int(settings["WORLD_SIZE"])
+    store = dist.TCPStore(settings["MASTER_ADDR"], port, world_size, False, patience)
+    attempt = settings.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=int(settings["RANK"]),
+        world_size=world_size,
+        timeout=patience,
+        device_id=None if device.type == "cpu" else device,
+    )
 
 
 def sum_over_ranks(tensor: Tensor) -> None:
