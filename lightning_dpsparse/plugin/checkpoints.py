@@ -34,16 +34,17 @@ from lightning_dpsparse.plugin.history import (
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
-from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
+from lightning_dpsparse.plugin.ranks_together import RanksTogether
 from lightning_dpsparse.plugin.shared_folders import check_folders
 from lightning_dpsparse.plugin.trainer_internals import choose_what_is_restored
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.process_group import from_rank_zero
 from lightning_dpsparse.sharded.shared_rows import share_a_row
 
 
-class ShardedCheckpoints(ShardedStrategy):
+class ShardedCheckpoints(RanksTogether):
     """Saves and loads sharded tables, with the history of the weights."""
 
     _run: PrivateRun | None = None
@@ -125,7 +126,22 @@ class ShardedCheckpoints(ShardedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Write a directory: every rank writes its shards, and rank 0 the rest."""
+        """Write a directory: every rank writes its shards, and rank 0 the rest.
+
+        After an error a checkpoint is one more attempt: if it fails, the error must still be heard.
+        """
+        if self._is_alone:
+            rank_zero_warn("No checkpoint was saved: not all ranks have come to the same point.")
+            return
+        try:
+            with self.taking_long():
+                self._save_together(checkpoint, filepath)
+        except Refused as refusal:
+            if not self.module.trainer.interrupted:
+                raise
+            rank_zero_warn(f"No checkpoint was saved. {refusal}")
+
+    def _save_together(self, checkpoint: dict[str, Any], filepath: _PATH) -> None:
         path = local_path(self.broadcast(str(filepath)), "the path of a checkpoint")
         meta = dict(checkpoint)
         run = self._run if self._run is not None and self._run.has_started else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_dpsparse.plugin.stopping import OrderlySignals, Stop
 from lightning_dpsparse.sharded.upstream import required
 
 Choose = Callable[[str | Path | None], str | Path | None]
@@ -28,3 +29,14 @@ def choose_what_is_restored(trainer: Trainer, choose: Choose) -> None:
         restore(choose(path), *args)
 
     connector._restore_modules_and_callbacks = restore_chosen
+
+
+def replace_signal_handlers(trainer: Trainer) -> Stop:
+    """Have signals leave a note from now on, and return where the notes are."""
+    signals = required(trainer, "_signal_connector")
+    if not isinstance(signals, OrderlySignals):
+        signals = trainer._signal_connector = OrderlySignals(trainer)
+        # Lightning has every rank wait for rank 0 before each batch, to hear of its signals.
+        required(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return signals.stop

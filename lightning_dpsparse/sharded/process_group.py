@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,27 @@ def sum_over_ranks(tensor: Tensor) -> None:
     """Add a tensor up over all ranks, in place."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
+
+
+def largest_over_ranks(values: Sequence[float]) -> list[float]:
+    """The largest of every value over all ranks. It does not wait for the device."""
+    if dist.get_world_size() == 1:
+        return list(values)
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_host_group())
+    found: list[float] = largest.tolist()
+    return found
+
+
+@cache
+def _host_group_of(group: object) -> dist.ProcessGroup | None:
+    """A group of all ranks that exchanges numbers of the host's memory."""
+    return dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """The default group, if it can; made once for every default group."""
+    return _host_group_of(dist.group.WORLD)
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
