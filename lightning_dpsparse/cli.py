@@ -158,10 +158,16 @@ def _consolidate(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-dpsparse consolidate",
         description="Turn a sharded checkpoint directory into one file in Lightning's layout, "
-        "whose state_dict loads into the same model with ordinary, unsharded tables.",
+        "whose state_dict loads into the same model with ordinary, unsharded tables. A name that "
+        "ends in .safetensors gives a file of tensors alone.",
     )
     parser.add_argument("checkpoint", type=Path, help="the directory that training saved")
     parser.add_argument("output", type=Path, help="the file to write")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="read objects of the checkpoint too, which can run code of whoever wrote them",
+    )
     options = parser.parse_args(argv)
     if options.output.is_dir() or not os.access(options.output.parent, os.W_OK):
         found = "a directory" if options.output.is_dir() else "that its directory is not"
@@ -170,11 +176,17 @@ def _consolidate(argv: list[str]) -> None:
             f"written to, found {found}. Name a file, and make its directory first."
         )
 
-    import torch
-
     from lightning_dpsparse.sharded.checkpoint import consolidate
+    from lightning_dpsparse.sharded.whole_files import write_whole
 
-    torch.save(consolidate(options.checkpoint), options.output)
+    checkpoint = consolidate(options.checkpoint, trust=options.trust)
+    try:
+        write_whole(checkpoint, options.output)
+    except OSError as error:
+        raise Refused(
+            f"Expected to write {str(options.output)!r}, found that it failed: {error.strerror}. "
+            "Make room, or name another place."
+        ) from error
     print(f"The checkpoint was written to {options.output}.")
 
 

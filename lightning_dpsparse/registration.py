@@ -1,40 +1,48 @@
-"""`Trainer(strategy="dpsparse")` is known as soon as this package and Lightning are both imported.
+"""What is done to Lightning as soon as it and this package are both imported.
 
-Lightning finds a strategy by name in a registry of its own, and has no way for other packages to
-announce theirs. Importing Lightning here, to write into that registry, would take seconds:
-`lightning-dpsparse --help` would be slow, and `doctor` could not speak where Lightning is broken.
-Those who need the name import Lightning anyway, before this package or after it. So:
+- `Trainer(strategy="dpsparse")` is known: Lightning finds a strategy by name in a registry of its
+  own, and has no way for other packages to announce theirs.
+- `load_from_checkpoint`, and trainers with other strategies, read the checkpoint directories of
+  this package: Lightning expects a file there.
 
-- If Lightning's registry has been imported, the strategy is registered at once.
-- If not, a finder waits on `sys.meta_path` for that one import, registers the strategy right after
-  it, and goes away.
+Importing Lightning here would take seconds: `lightning-dpsparse --help` would be slow, and `doctor`
+could not speak where Lightning is broken. Those who need it import Lightning anyway, before this
+package or after it. So what concerns a module of Lightning's is done at once if the module has been
+imported. If not, a finder waits on `sys.meta_path` for that one import, does it right after, and
+goes away.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_REGISTRY = "lightning.pytorch.strategies"
-"""The module of Lightning that holds the registry."""
+FollowUp = Callable[[ModuleType], None]
+"""What is done to a module after it was imported."""
 
 
 def register_with_lightning() -> None:
-    """Register the strategy now, or as soon as Lightning is imported."""
-    if _REGISTRY in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _RegistryFinder())
+    """Do what is to be done to Lightning, now or as soon as it is imported."""
+    for name, follow_up in (
+        ("lightning.pytorch.strategies", _register),
+        ("lightning.pytorch.core.saving", _read_directories),  # load_from_checkpoint
+        ("lightning.fabric.plugins.io.torch_io", _read_directories),  # other strategies
+    ):
+        if name in sys.modules:
+            follow_up(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _FollowingFinder(name, follow_up))
 
 
-def _register() -> None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    StrategyRegistry.register("dpsparse", _make, "TorchRec sharded tables", override=True)
+def _register(strategies: ModuleType) -> None:
+    registry = strategies.StrategyRegistry
+    registry.register("dpsparse", _make, "TorchRec sharded tables", override=True)
 
 
 def _make(**kwargs: Any) -> Any:
@@ -43,27 +51,53 @@ def _make(**kwargs: Any) -> Any:
     return DPSparseStrategy(**kwargs)
 
 
-class _RegistryFinder(MetaPathFinder):
-    """Leaves every import to the other finders, and follows up on that of Lightning's registry."""
+def _read_directories(module: ModuleType) -> None:
+    """Have a module of Lightning's read our directories too, where it reads a checkpoint."""
+    read_file = module.pl_load
+
+    @wraps(read_file)
+    def read(
+        path_or_url: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        is_path = isinstance(path_or_url, (str, Path))
+        if is_path and (Path(path_or_url) / "manifest.json").is_file():
+            from lightning_dpsparse.plugin.whole_checkpoints import read_directory
+
+            return read_directory(Path(path_or_url), map_location, trust=weights_only is False)
+        found: dict[str, Any] = read_file(path_or_url, map_location, weights_only)
+        return found
+
+    module.pl_load = read  # type: ignore[attr-defined]
+
+
+class _FollowingFinder(MetaPathFinder):
+    """Leaves every import to the other finders, and follows up on that of one module."""
+
+    def __init__(self, name: str, follow_up: FollowUp) -> None:
+        self._name, self._follow_up = name, follow_up
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != self._name:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader, self)
+            spec.loader = _FollowingLoader(spec.loader, self._done)
         return spec
 
+    def _done(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        self._follow_up(module)
 
-class _RegisteringLoader(Loader):
-    """Loads the module as its own loader would, then registers the strategy."""
 
-    def __init__(self, loader: Loader, finder: _RegistryFinder) -> None:
-        self._loader, self._finder = loader, finder
+class _FollowingLoader(Loader):
+    """Loads the module as its own loader would, then follows up."""
+
+    def __init__(self, loader: Loader, done: FollowUp) -> None:
+        self._loader, self._done = loader, done
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -73,5 +107,4 @@ class _RegisteringLoader(Loader):
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         # Only now: an import that failed, and is tried again, must pass here again.
-        sys.meta_path.remove(self._finder)
-        _register()
+        self._done(module)

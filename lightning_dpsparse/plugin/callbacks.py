@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dpsparse.plugin.folders import free_folder
 from lightning_dpsparse.plugin.private_run import PrivateRun
+from lightning_dpsparse.plugin.trackers import attach
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.report import HTML_NAME, JSON_NAME
 from lightning_dpsparse.report import write as write_report
 
 
@@ -106,7 +109,10 @@ class PrivacyMonitor(Callback):
 
 
 class PrivacyReport(Callback):
-    """Writes `privacy_report.json` and `.html` at every checkpoint and at the end of training.
+    """Writes `privacy_report.json` and `.html` at every checkpoint and when training ends.
+
+    At the end, of whatever kind, MLflow and W&B get a copy as an artifact of their run. The report
+    of another run is never replaced: if there is one, a folder with the run's name is made beside.
 
     Args:
         folder: Where. By default beside the run's logs. (Every checkpoint has a copy of its own.)
@@ -123,17 +129,29 @@ class PrivacyReport(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
+        self._write(trainer, is_end=True)
 
-    def _write(self, trainer: Trainer) -> None:
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        try:
+            self._write(trainer, is_end=True)
+        except (OSError, Refused) as error:  # the exception must be heard, not this
+            rank_zero_warn(f"The privacy report could not be written: {error}")
+
+    def _write(self, trainer: Trainer, *, is_end: bool = False) -> None:
         run = private_run(trainer)
         if not trainer.is_global_zero or not run.has_started:
             return
         assert run.folder is not None
-        folder = run.folder
+        folder, name = run.folder, run.budget.ledger.run
         if self.folder is not None:
-            folder = free_folder(Path(self.folder), run.budget.ledger.run)
+            folder = free_folder(Path(self.folder), name)
         write_report(run.facts(), folder)
+        if is_end:
+            with run.logs.ours():
+                attach(trainer, [folder / JSON_NAME, folder / HTML_NAME], name)
 
 
 def private_run(trainer: Trainer) -> PrivateRun:

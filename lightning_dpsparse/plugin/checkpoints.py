@@ -42,6 +42,7 @@ from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
 from lightning_dpsparse.sharded.process_group import from_rank_zero
 from lightning_dpsparse.sharded.shared_rows import share_a_row
+from lightning_dpsparse.sharded.whole_files import HISTORY_KEY
 
 
 class ShardedCheckpoints(RanksTogether):
@@ -150,7 +151,7 @@ class ShardedCheckpoints(RanksTogether):
             meta[CHECKPOINT_KEY] = run.checkpoint()
         elif self._carried is not None:
             meta[CHECKPOINT_KEY] = self._carried
-        meta[sharded_checkpoint.HISTORY_KEY] = history_as_data(self._current_history())
+        meta[HISTORY_KEY] = history_as_data(self._current_history())
 
         def finish(folder: Path) -> dict[str, Any]:
             about = {"global_step": int(checkpoint["global_step"])}

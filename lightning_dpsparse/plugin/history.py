@@ -24,7 +24,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dpsparse.sharded.checkpoint import HISTORY_KEY
+from lightning_dpsparse.sharded.whole_files import HISTORY_KEY
 
 
 @dataclass(frozen=True)

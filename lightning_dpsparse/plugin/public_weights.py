@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -21,6 +20,7 @@ from lightning_dpsparse.plugin.history import history_in, history_of, keep_histo
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import load_whole_state
+from lightning_dpsparse.sharded.whole_files import read_whole
 
 
 class PublicWeights(Callback):
@@ -30,7 +30,8 @@ class PublicWeights(Callback):
     training is resumed from a checkpoint, the checkpoint's weights count.
 
     Args:
-        path: A file of `torch.save`: a state dict, or a Lightning checkpoint in one file.
+        path: A `.safetensors` file, or a file of `torch.save`: a state dict, or a Lightning
+            checkpoint in one file. Nothing but plain values is read from it.
         into: Path of the submodule that the file holds; by default it holds the whole module.
         fresh: Patterns (as in a shell) of weights that keep their initial values, whether the file
             lacks them or has others, of whatever shape: `["head.*"]`, say.
@@ -71,8 +72,7 @@ class PublicWeights(Callback):
                 "there with torch.save; for a sharded checkpoint use `lightning-dpsparse "
                 "consolidate`."
             )
-        found: dict[str, Any] = torch.load(self.path, map_location="cpu", mmap=True)
-        return found
+        return read_whole(self.path)
 
     def _is_fresh(self, key: str) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in self.fresh)

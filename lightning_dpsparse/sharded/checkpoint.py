@@ -14,6 +14,7 @@ of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer 
 from __future__ import annotations
 
 import io
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,10 +59,10 @@ from lightning_dpsparse.sharded.shard_index import (
     index_from_data,
 )
 from lightning_dpsparse.sharded.shards import load_whole_tables
+from lightning_dpsparse.sharded.whole_files import HISTORY_KEY, read_whole
 
 META_FILE = "meta.pt"  # Lightning's name for it: its consolidation tool looks for this file
 OBJECTS_FILE = "objects.pt"
-HISTORY_KEY = "lightning_dpsparse_history"  # which data the weights were trained on
 _KERNEL_STEPS = "dpsparse_kernel_steps"
 _INDEX = "dpsparse_shard_index"
 _OBJECTS = "dpsparse_objects"
@@ -158,7 +159,7 @@ class _Source:
         dcp.load(state, storage_reader=self.reader, planner=planner)
 
 
-def _open(path: Path, *, trust: bool, together: bool, needs_all: bool = False) -> _Source:
+def _open(path: Path, *, trust: bool, together: bool) -> _Source:
     """Open a checkpoint, after its files have been checked against the manifest.
 
     With `trust` a checkpoint without a manifest is opened too, and objects are read.
@@ -179,28 +180,30 @@ def _open(path: Path, *, trust: bool, together: bool, needs_all: bool = False) -
     objects = meta.pop(_OBJECTS)
     if trust and objects:
         put_back(meta, load_trusted(path / OBJECTS_FILE))
-    elif objects:
-        _check_objects(path, objects, needs_all=needs_all)
+    else:
+        _leave_out(path, objects, has_module=together)
     reader = PlainReader(path, index)
     return _Source(path, meta, index.state_dict_metadata, reader, is_trusted=trust)
 
 
-def _check_objects(path: Path, objects: Mapping[str, str], *, needs_all: bool) -> None:
-    """Refuse to leave out an object that somebody waits for."""
-    missed = {
-        place: kind
-        for place, kind in objects.items()
-        if needs_all or place.partition(".")[0] not in _UNNEEDED
-    }
-    if missed:
-        raise Refused(
-            f"Expected plain values in {str(path)!r}, found objects: "
-            f"{', '.join(f'{place} ({kind})' for place, kind in missed.items())}. They could run "
-            "code of their writer when they are read. Name their classes to "
-            "torch.serialization.add_safe_globals before they are saved; or, if you trust the "
-            "checkpoint, say so: DPSparseStrategy(trust_checkpoints=True), `--trust`, or "
-            "load_from_checkpoint(..., weights_only=False)."
-        )
+def _leave_out(path: Path, objects: Mapping[str, str], *, has_module: bool) -> None:
+    """Go without the objects of a checkpoint, where that can be; otherwise refuse it."""
+    missed = [f"{place} ({kind})" for place, kind in objects.items()]
+    if not missed:
+        return
+    words = (
+        f"{', '.join(missed)}. They could run code of their writer when they are read. If you "
+        "trust the checkpoint, say so: DPSparseStrategy(trust_checkpoints=True), `--trust`, or "
+        "load_from_checkpoint(..., weights_only=False)."
+    )
+    if all(place.partition(".")[0] in _UNNEEDED for place in objects):
+        if not has_module:
+            warnings.warn(f"Left out of {str(path)!r}: {words}", stacklevel=2)
+        return
+    raise Refused(
+        f"Expected plain values in {str(path)!r}, found objects: {words} Before saving, their "
+        "classes can be named to torch.serialization.add_safe_globals."
+    )
 
 
 def load(
@@ -225,13 +228,12 @@ def load(
     return source.meta
 
 
-def consolidate(path: Path, *, trust: bool = False, needs_all: bool = False) -> dict[str, Any]:
+def consolidate(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Read a whole checkpoint into this process's memory, in Lightning's single-file layout.
 
-    `["state_dict"]` then loads into the module with plain collections. With `needs_all`, objects
-    that cannot be read are refused, hyper-parameters among them.
+    `["state_dict"]` then loads into the module with plain collections.
     """
-    source = _open(path, trust=trust, together=False, needs_all=needs_all)
+    source = _open(path, trust=trust, together=False)
     state: dict[str, Any] = {}
     planner = PlainWholePlanner()
     _load_state_dict(state, storage_reader=source.reader, planner=planner, no_dist=True)
@@ -254,8 +256,8 @@ def _check_directory(path: Path) -> None:
 
 
 def _load_file(path: Path, module: nn.Module, *, strict: bool, trust: bool) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = load_trusted(path) if trust else load_plain(path)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+    checkpoint = read_whole(path, trust=trust)
+    if "state_dict" not in checkpoint:
         raise Refused(
             f"Expected a consolidated checkpoint at {str(path)!r}, found a file without a "
             "state_dict. Make one with: lightning-dpsparse consolidate CHECKPOINT FILE"
