@@ -42,6 +42,12 @@ class Position:
     sequence: int
     writers: Writers
 
+    @classmethod
+    def of(cls, mark: Mapping[str, Any]) -> Position:
+        """The position that a checkpoint remembers."""
+        writers = tuple((str(name), int(first)) for name, first in mark["writers"])
+        return cls(int(mark["sequence"]), writers)
+
     def contains(self, other: Position) -> bool:
         """Whether the history up to here holds the history up to another point.
 
@@ -111,8 +117,8 @@ class Journal:
     Args:
         folder: Where journals are.
         run: Name of the line of runs.
-        first_sequence: The least sequence of a record to come: a checkpoint may know of later
-            records than the journal.
+        after: The position that a checkpoint knows, which may be later than the journal's own: what
+            comes now has been charged on top of both.
         launch: Name of the launch of this process.
         notes: Returns what the report says beside the charges, as plain values.
     """
@@ -122,12 +128,12 @@ class Journal:
         folder: Path,
         run: str,
         *,
-        first_sequence: int = 0,
+        after: Position | None = None,
         launch: str | None = None,
         notes: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         try:
-            self._log = RecordLog(journal_path(folder, run), first_sequence)
+            self._log = RecordLog(journal_path(folder, run))
         except BlockingIOError:
             raise Refused(
                 f"Expected one training at a time to continue run {run}, found another process at "
@@ -140,8 +146,12 @@ class Journal:
         known = self.before
         self._charged = None if known is None else known.ledger
         self._checkpoints = () if known is None else known.checkpoints
-        writers = () if known is None else known.position.writers
-        self._writers: Writers = (*writers, (secrets.token_hex(6), self._log.next_sequence))
+        here = Position(-1, ()) if known is None else known.position
+        if after is not None and after.contains(here):
+            here = after
+        self._log.next_sequence = max(self._log.next_sequence, here.sequence + 1)
+        name = secrets.token_hex(6)
+        self._writers: Writers = (*here.writers, (name, self._log.next_sequence))
 
     @property
     def path(self) -> Path:
@@ -223,9 +233,7 @@ def reconcile(mark: Mapping[str, Any], journal: JournalState | None) -> tuple[Le
 
     Guarantees: the ledger charges for all that either of them charges for.
     """
-    charged = Ledger.from_data(mark["charged"])
-    writers = tuple((str(name), int(first)) for name, first in mark["writers"])
-    saved_at = Position(int(mark["sequence"]), writers)
+    charged, saved_at = Ledger.from_data(mark["charged"]), Position.of(mark)
     if journal is None:
         return charged, [
             f"The journal of run {charged.run} was not found: steps that a killed process took "

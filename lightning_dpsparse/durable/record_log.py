@@ -112,12 +112,9 @@ class RecordLog:
 
     Guarantees: once `append` has returned, no kill and no power cut takes the record away. After a
     failed `append` the log holds what it held before, and takes no further record.
-
-    Args:
-        first_sequence: The least sequence of a record to come.
     """
 
-    def __init__(self, path: Path, first_sequence: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         make_folder(path.parent)
         descriptor = open_locked(path)
@@ -134,8 +131,8 @@ class RecordLog:
             self.close()
             raise
         self.newest, self._size = found.newest, found.size
-        known = -1 if found.newest is None else found.newest.sequence
-        self.next_sequence = max(known + 1, first_sequence)
+        self.next_sequence = 0 if found.newest is None else found.newest.sequence + 1
+        """Sequence of the next record. It may be raised, and never lowered."""
         # A record whose line has no proper end must not get another line behind it.
         self._lines = found.lines if found.has_end else LINES
 

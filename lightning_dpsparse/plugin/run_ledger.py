@@ -42,8 +42,8 @@ class EarlierRuns:
     ledger: Ledger
     journal: JournalState | None
     """What the journal said when it was read; None if it is gone."""
-    first_sequence: int = 0
-    """The least sequence of a record to come: a checkpoint may know of later ones."""
+    position: Position | None = None
+    """The position of the journal that the checkpoint knows; None without a checkpoint."""
     words: Sequence[str] = ()
     """What the report must say."""
 
@@ -59,7 +59,7 @@ def behind_checkpoint(kept: Mapping[str, Any], folders: Sequence[Path]) -> Earli
         folder, state = find_journal(mark, kept["ledger"]["run"], folders)
         ledger, words = reconcile(mark, state)
         ledger.lost = ledger.steps - Ledger.from_data(kept["ledger"]).position
-        return EarlierRuns(folder, ledger, state, int(mark["sequence"]) + 1, words)
+        return EarlierRuns(folder, ledger, state, Position.of(mark), words)
 
     return from_rank_zero(read)
 
@@ -134,7 +134,7 @@ class RunLedger:
         journal = Journal(
             self._folder,
             run,
-            first_sequence=0 if self._earlier is None else self._earlier.first_sequence,
+            after=None if self._earlier is None else self._earlier.position,
             launch=launch_name(),
             notes=self._evidence.kept,
         )
