@@ -216,15 +216,17 @@ def find_journal(
 ) -> tuple[Path, JournalState | None]:
     """The folder of the journal that a checkpoint means, and what it says; None if it is gone.
 
-    `near` are folders that it may have been moved to. If there is more than one, the newest counts.
+    `near` are folders that it may have been moved or copied to, the likeliest first. If there is
+    more than one, the one that charges for most counts, and of equal ones the likeliest: a folder
+    that was copied goes on by itself.
     """
-    was_in = Path(mark["folder"])
-    found = [(folder, read_journal(journal_path(folder, run))) for folder in {was_in, *near}]
+    folders = dict.fromkeys([*near, Path(mark["folder"])])
+    found = [(folder, read_journal(journal_path(folder, run))) for folder in folders]
     there = [(folder, state) for folder, state in found if state is not None]
-    return max(
+    return max(  # of equal ones the first
         there,
-        key=lambda f: (f[1].ledger.steps, f[1].position.sequence, f[0] == was_in),
-        default=(was_in, None),
+        key=lambda f: (f[1].ledger.steps, f[1].position.sequence),
+        default=(Path(mark["folder"]), None),
     )
 
 

@@ -60,6 +60,8 @@ class Peers:
         self._store: dist.Store | None = None
         self._leaving = threading.Event()
         """Set when this rank's main thread is on its way out, or has ended its work."""
+        self._first: Failure | None = None
+        """What the first rank that failed said, once this rank knows."""
         self._signals: _SignalPipe | None = None
         self._thread: threading.Thread | None = None
         self.is_saving = False
@@ -83,7 +85,6 @@ class Peers:
             self._thread = self._signals = self._store = None
 
     def _watch(self) -> None:
-        assert self._store is not None
         assert self._signals is not None
         told_at: float | None = None
         while not self._leaving.wait(_PERIOD):
@@ -92,20 +93,25 @@ class Peers:
             is_late = told_at is not None and time.monotonic() - told_at > _SIGTERM_GRACE
             if is_late and not self.is_saving:
                 self._tell("SIGTERM came, and not all ranks have stopped in time")
-            try:
-                if not self._store.check([self._key]):
-                    continue
-            except RuntimeError:  # whoever held the store has ended: the collectives will notice
-                return
-            if not self._leaving.wait(_GRACE):
-                self._end_process()
+            # What is seen is kept: the store goes with the process that holds it.
+            self._first = self._first or self._look()
+            if self._first is not None and not self._leaving.wait(_GRACE):
+                _say(f"ends, because rank {self._first.rank} has failed: {self._first.words}")
+                sys.stdout.flush()
+                os._exit(_EXIT_CODE)
 
-    def _end_process(self) -> None:
-        failure = self.failure()
-        if failure is not None:
-            _say(f"ends, because rank {failure.rank} has failed: {failure.words}")
-        sys.stdout.flush()
-        os._exit(_EXIT_CODE)
+    def _look(self) -> Failure | None:
+        """What the first rank that failed said; None if none has, or if the store is gone."""
+        if self._store is None:
+            return None
+        try:
+            if not self._store.check([self._key]):
+                return None
+            rank, _, words = self._store.get(self._key).decode().partition(" ")
+        except RuntimeError:
+            self._store = None
+            return None
+        return Failure(int(rank), words)
 
     # ---- a rank has failed ----------------------------------------------------------------------
 
@@ -116,10 +122,10 @@ class Peers:
         connection to one that ended before, and says whose fault it is.
         """
         self._leaving.set()
-        if self._store is None:
+        if self._thread is None:
             return True
         if _is_connection_lost(error):
-            first = self.failure(patience=1.0)
+            first = self._first or self._look()
             if first is not None:
                 _say(f"ends, because rank {first.rank} has failed: {first.words}")
             else:
@@ -131,23 +137,10 @@ class Peers:
 
     def _tell(self, words: str) -> None:
         """Leave word that this rank has failed, unless another one has failed before it."""
-        assert self._store is not None
-        with suppress(RuntimeError):  # nobody is left to be told
-            self._store.compare_set(self._key, "", f"{dist.get_rank()} {words}")
-
-    def failure(self, patience: float = 0.0) -> Failure | None:
-        """What the first rank that failed said; None if none has, within some seconds."""
-        assert self._store is not None
-        end = time.monotonic() + patience
-        try:
-            while not self._store.check([self._key]):
-                if time.monotonic() >= end:
-                    return None
-                time.sleep(0.1)
-            rank, _, words = self._store.get(self._key).decode().partition(" ")
-        except RuntimeError:
-            return None
-        return Failure(int(rank), words)
+        self._first = self._first or Failure(dist.get_rank(), words)
+        if self._store is not None:
+            with suppress(RuntimeError):  # nobody is left to be told
+                self._store.compare_set(self._key, "", f"{dist.get_rank()} {words}")
 
     def all_are_here(self, patience: float = 2.0) -> bool:
         """Whether all ranks have come to this point within some seconds, each in the same state.
@@ -156,7 +149,7 @@ class Peers:
         have taken part in the same number of collectives: otherwise the next one would never end.
         """
         if self._store is None:
-            return True
+            return self._thread is None
         rank, world_size = dist.get_rank(), dist.get_world_size()
         keys = [f"{self._prefix}/here/{other}" for other in range(world_size)]
         count = _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]

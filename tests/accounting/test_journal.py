@@ -198,11 +198,11 @@ def test_a_journal_is_found_where_it_was_moved_to(tmp_path: Path) -> None:
     folder, state = find_journal(mark, "run", [tmp_path / "none", tmp_path / "new"])
     assert folder == tmp_path / "new"
     assert state is not None
-    # Of a copy and the original, the one that went on counts; of two alike, the original.
+    # Of a copy and the original, the one that went on counts; of two alike, the copy at hand.
     shutil.copytree(tmp_path / "new", tmp_path / "old")
-    assert find_journal(mark, "run", [tmp_path / "new"])[0] == tmp_path / "old"
-    write(tmp_path / "new", 32)
     assert find_journal(mark, "run", [tmp_path / "new"])[0] == tmp_path / "new"
+    write(tmp_path / "old", 32)
+    assert find_journal(mark, "run", [tmp_path / "new"])[0] == tmp_path / "old"
     assert find_journal({**mark, "folder": "gone"}, "run", []) == (Path("gone"), None)
 
 

@@ -89,7 +89,7 @@ class TellingCheckpoint(ModelCheckpoint):
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.interrupted:
             _append(self._notes, f"+{filepath}\n".encode())
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:

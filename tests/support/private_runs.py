@@ -85,6 +85,7 @@ def fit(
     save_every: int | None = None,
     weights_only: bool = False,
     with_facts: bool = False,
+    resume_auto: bool = False,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Runs inside a rank."""
@@ -102,6 +103,8 @@ def fit(
         )
         callbacks = [*callbacks, saver]
         trainer["enable_checkpointing"] = True
+    if resume_auto:
+        trainer["resume"] = "auto"
     maker = make_trainer(
         world, privacy=privacy, callbacks=callbacks, default_root_dir=str(folder), **trainer
     )

@@ -244,6 +244,8 @@ def make_trainer(
     hosts: int = 1,
     privacy: PrivacyPlan | None = None,
     max_physical_batch: int | None = None,
+    resume: Any = None,
+    trust_checkpoints: bool = False,
     **kwargs: Any,
 ) -> Trainer:
     settings: dict[str, Any] = {
@@ -261,6 +263,8 @@ def make_trainer(
             placement=placement,
             fused_optimizer=optimizer or FusedOptimizer(kind="sgd", learning_rate=0.1),
             uneven_loaders=uneven_loaders,
+            resume=resume,
+            trust_checkpoints=trust_checkpoints,
         ),
         accelerator="cpu",
         devices=world_size // hosts,
