@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -186,6 +187,7 @@ class ShardedCheckpoints(RanksTogether):
             with_optimizer=is_fitting,
             trust=self.trust_checkpoints,
         )
+        checkpoint.setdefault("pytorch-lightning_version", lightning.pytorch.__version__)
         self._carried = checkpoint.get(CHECKPOINT_KEY)
         keep_history(self.module, history_in(checkpoint))
         if is_fitting:

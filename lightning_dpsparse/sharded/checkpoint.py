@@ -16,7 +16,8 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,30 @@ class _Source:
     def load(self, state: dict[str, Any]) -> None:
         """Fill these tensors, each rank its own shards."""
         planner = dcp.DefaultLoadPlanner() if self.is_trusted else PlainPlanner()
-        dcp.load(state, storage_reader=self.reader, planner=planner)
+        with self._reading():
+            dcp.load(state, storage_reader=self.reader, planner=planner)
+
+    def load_whole(self) -> dict[str, Any]:
+        """All that the checkpoint holds, with whole tables, in this process's memory."""
+        state: dict[str, Any] = {}
+        planner = PlainWholePlanner()
+        with self._reading():
+            _load_state_dict(state, storage_reader=self.reader, planner=planner, no_dist=True)
+        return state
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say in words what torch found wrong with a shard."""
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            _, (cause, _) = next(iter(error.failures.items()))
+            if isinstance(cause, Refused):
+                raise Refused(str(cause)) from None
+            raise Refused(
+                f"Expected shards in {str(self.path)!r} that fit their index, found others: "
+                f"{_reason(error)}. Copy the checkpoint again, or go on from an earlier one."
+            ) from error
 
 
 def _open(path: Path, *, trust: bool, together: bool) -> _Source:
@@ -234,10 +258,7 @@ def consolidate(path: Path, *, trust: bool = False) -> dict[str, Any]:
     `["state_dict"]` then loads into the module with plain collections.
     """
     source = _open(path, trust=trust, together=False)
-    state: dict[str, Any] = {}
-    planner = PlainWholePlanner()
-    _load_state_dict(state, storage_reader=source.reader, planner=planner, no_dist=True)
-    checkpoint = source.meta
+    checkpoint, state = source.meta, source.load_whole()
     weights: Any = OrderedDict(state["model"])
     # Code that takes the weights alone finds their history here.
     weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}

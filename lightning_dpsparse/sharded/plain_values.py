@@ -64,7 +64,7 @@ def put_back(plain: dict[str, Any], objects: Mapping[KeyPath, Any]) -> None:
     for path, value in objects.items():
         target = plain
         for key in path[:-1]:
-            target = target[key]
+            target = target.setdefault(key, {})
         target[path[-1]] = value
 
 
