@@ -21,9 +21,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
@@ -32,10 +34,16 @@ _PERIOD = 0.5
 """Seconds between two looks into the store."""
 _GRACE = 5.0
 """Seconds that a rank has to end in order when another one has failed."""
+_MEETING = 2.0
+"""Seconds that a rank waits for the others after an error, to do something together."""
 _SIGTERM_GRACE = 30.0
 """Seconds that all ranks have to stop in order after SIGTERM, if they are not saving."""
 _EXIT_CODE = 1
-_CONNECTION_LOST = ("Connection closed", "Connection reset", "Broken pipe", "Socket Timeout")
+_CONNECTION_LOST = (
+    "Connection closed", "Connection reset", "Broken pipe", "Socket Timeout", "Timed out waiting",
+)  # fmt: skip
+
+T = TypeVar("T")
 
 _sessions = 0
 """Number of sessions that this process has had: all ranks count alike."""
@@ -125,14 +133,17 @@ class Peers:
         if self._thread is None:
             return True
         if _is_connection_lost(error):
-            first = self._first or self._look()
+            first = self._first or _in_time(self._look, 1.0)
             if first is not None:
                 _say(f"ends, because rank {first.rank} has failed: {first.words}")
             else:
-                _say("ends, because another rank has ended without a word. It was killed, perhaps.")
+                _say(
+                    "ends, because it has lost the connection to another rank, which said nothing: "
+                    "it was killed, perhaps, or the network is cut."
+                )
             return False
         _say("has failed:\n" + "".join(traceback.format_exception(error)))
-        self._tell(f"{type(error).__name__}: {error}")
+        _in_time(lambda: self._tell(f"{type(error).__name__}: {error}"), 1.0)
         return True
 
     def _tell(self, words: str) -> None:
@@ -142,20 +153,23 @@ class Peers:
             with suppress(RuntimeError):  # nobody is left to be told
                 self._store.compare_set(self._key, "", f"{dist.get_rank()} {words}")
 
-    def all_are_here(self, patience: float = 2.0) -> bool:
+    def all_are_here(self) -> bool:
         """Whether all ranks have come to this point within some seconds, each in the same state.
 
         Asked before something is done together after an error. Ranks are in the same state if they
         have taken part in the same number of collectives: otherwise the next one would never end.
         """
+        return self._thread is None or bool(_in_time(self._meet, _MEETING + 1.0))
+
+    def _meet(self) -> bool:
         if self._store is None:
-            return self._thread is None
+            return False
         rank, world_size = dist.get_rank(), dist.get_world_size()
         keys = [f"{self._prefix}/here/{other}" for other in range(world_size)]
         count = _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
         try:
             self._store.set(keys[rank], str(count))
-            self._store.wait(keys, timedelta(seconds=patience))
+            self._store.wait(keys, timedelta(seconds=_MEETING))
             return len({bytes(self._store.get(key)) for key in keys}) == 1
         except RuntimeError:
             return False
@@ -186,6 +200,15 @@ class _SignalPipe:
             signal.set_wakeup_fd(-1)
         os.close(self._in)
         os.close(self._out)
+
+
+def _in_time(act: Callable[[], T], seconds: float) -> T | None:
+    """What comes of an act, or None if it takes longer: a cut network says nothing."""
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def _is_connection_lost(error: BaseException) -> bool:

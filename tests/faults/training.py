@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ class Settings:
     validate: bool = False
     with_report: bool = False
     hosts: int = 1
+    timeout: float | None = None
+    """Seconds that a rank waits for the others."""
+    tells_key: bool = False
+    """Whether to note the run's key, for a test that looks for it elsewhere."""
 
 
 class Telling(SmallModule):
@@ -62,6 +67,11 @@ class Telling(SmallModule):
     def __init__(self, settings: Settings) -> None:
         super().__init__(lr=0.01)
         self.settings = settings
+
+    def on_train_start(self) -> None:
+        if self.settings.tells_key:
+            run = self.trainer.strategy.private_run  # type: ignore[attr-defined]
+            _append(Path(self.settings.notes, f"key-{self.trainer.global_rank}"), run._key.secret)
 
     def on_before_backward(self, loss: Any) -> None:
         if self.trainer.is_global_zero:
@@ -126,6 +136,9 @@ def train(settings: Settings, world_size: int) -> None:
             fused_optimizer=FusedOptimizer(kind="sgd", learning_rate=0.1),
             resume=settings.resume,  # type: ignore[arg-type]
             write_ahead=settings.write_ahead,
+            **(
+                {} if settings.timeout is None else {"timeout": timedelta(seconds=settings.timeout)}
+            ),
         ),
         accelerator="cpu",
         devices=world_size // settings.hosts,
