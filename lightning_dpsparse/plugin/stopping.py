@@ -41,10 +41,11 @@ class Stop:
 
     Args:
         requeue: Saves a checkpoint and has SLURM start the job again; all ranks call it together.
+        is_alone: Whether there is one rank only, which need not wait for anybody's answer.
     """
 
-    def __init__(self, requeue: Callable[[], None]) -> None:
-        self._requeue = requeue
+    def __init__(self, requeue: Callable[[], None], *, is_alone: bool) -> None:
+        self._requeue, self._is_alone = requeue, is_alone
         self._asked = _NOTHING
         self.begin()
 
@@ -74,7 +75,8 @@ class Stop:
         elapsed = time.monotonic() - self._last_question
         asked, each = largest_over_ranks([float(self._asked), elapsed / self._batches])
         # The slowest rank's batches decide, so that all ranks come to the same number.
-        self._until_question = min(int(_PERIOD / max(each, 1e-4)), _MOST_BATCHES)
+        if not self._is_alone:
+            self._until_question = min(int(_PERIOD / max(each, 1e-4)), _MOST_BATCHES)
         self._last_question, self._batches, self._phase = time.monotonic(), 0, phase
         self._act(int(asked))
 
@@ -101,7 +103,7 @@ class OrderlySignals(_SignalConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.stop = Stop(self._requeue)
+        self.stop = Stop(self._requeue, is_alone=trainer.world_size == 1)
         self._process = os.getpid()
 
     @override
