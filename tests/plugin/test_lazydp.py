@@ -58,6 +58,37 @@ def test_moved_within_its_spacing_noise_is_hardly_another(one_rank: Ranks, optim
     assert_close(whole([found]), whole([eager(one_rank, optimizer, STEPS)]), 1e-5)
 
 
+@OPTIMIZERS
+@pytest.mark.parametrize(("long", "longest"), [(1, 10_000), (5, 7), (1, 1)])
+def test_a_clock_that_starts_anew_changes_nothing(
+    one_rank: Ranks, optimizer: Any, long: int, longest: int
+) -> None:
+    """Whether rows pay for that in the middle of training, or it waits until they have paid.
+
+    Rows that pay in between are rounded once more in that step: twice the error, at most.
+    """
+    [found] = one_rank.run(train_forgetful, long, longest, optimizer, export_at=(57, 123))
+    assert found["ticks"] <= min(longest, STEPS - 123)
+    assert_close(whole([found]), whole([eager(one_rank, optimizer, STEPS)]), 2e-6)
+
+
+def train_forgetful(long: int, longest: int, optimizer: Any, **settings: Any) -> dict[str, Any]:
+    from lightning_dpsparse.mechanisms.lazydp import clock, state
+
+    ticks, tick = [0], clock.Clock.tick
+
+    def noted(self: Any, *args: Any) -> None:
+        tick(self, *args)
+        ticks.append(self.now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_LONG", long)
+        patch.setattr(state, "_LONGEST", longest)
+        patch.setattr(clock.Clock, "tick", noted)
+        found = train(1, Placement(), optimizer, LAZY, **settings)
+    return {**found, "ticks": max(ticks)}
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer", "steps"),
     [

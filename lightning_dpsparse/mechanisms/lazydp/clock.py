@@ -12,6 +12,9 @@ with the step's learning rate, weight decay and noise. From step h to step t tha
 
 Any optimizer that is linear, with coefficients that do not depend on data, has such a form. Adagrad
 has none, because its step size depends on past noise. `debts.py` has the rows that owe.
+
+The clock remembers A and R of every step since all rows have paid. When that has become long, all
+rows pay, and the clock starts anew: its memory does not grow with the length of a run.
 """
 
 from __future__ import annotations
@@ -27,19 +30,26 @@ from lightning_dpsparse.refused import Refused
 
 _SMALLEST_LOG_DECAY = -200.0
 """When log A falls below this, A is set back to one: 1 / A^2 would leave the range of float64."""
+_SHORTEST = 256
+"""Number of steps that there is room for at first."""
 
 
 class Clock:
     """The steps taken so far, numbered from one, and what each of them does to a row that waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self.now = 0
+        self._device = device
         self.last_step = 0
         """The name under which the latest step's noise is drawn."""
+        self._is_decaying = False
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Number steps from one again: no row owes anything for the steps so far."""
+        self.now = 0
         # The latest entries of the tensors below. To read them there would wait for a GPU.
         self._log_decay, self._owed, self._owed_low = 0.0, 0.0, 0.0
-        self._is_decaying = False
-        self._log_decay_T = torch.zeros(256, dtype=torch.float64, device=device)
+        self._log_decay_T = torch.zeros(_SHORTEST, dtype=torch.float64, device=self._device)
         # R is kept with what rounding left out of it. Otherwise late steps with a small learning
         # rate would be lost beside early ones, and their noise with them.
         self._owed_T = torch.zeros_like(self._log_decay_T)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Debts:
         self._paid_through_R = torch.zeros(
             len(weight_RD), dtype=torch.int32, device=weight_RD.device
         )
-        self._payments = 0
+        self._parts = count(1)  # names of draws that share a step
 
     def put_on_grid(self) -> None:
         for some_rows in self._weight_RD.split(self._chunk_rows):
@@ -68,7 +69,7 @@ class Debts:
 
     def land(self, rows_U: Tensor, values_UD: Tensor, spacing: float, scale: float) -> Tensor:
         """Scale a step on these rows and put it on the grid. Values are multiples of `spacing`."""
-        return self._land(rows_U, values_UD, spacing, scale, self._next_part())
+        return self._land(rows_U, values_UD, spacing, scale, next(self._parts))
 
     def _land(
         self, rows_U: Tensor, values_UD: Tensor, spacing: float, scale: float | Tensor, part: int
@@ -82,7 +83,7 @@ class Debts:
     def bill(self, rows_U: Tensor) -> Bill:
         """Draw what these rows owe. They must increase, and the bill must be paid as drawn."""
         since_U = self._paid_through_R.index_select(0, rows_U)
-        owed_UD = self._draw(rows_U, since_U, self._next_part())
+        owed_UD = self._draw(rows_U, since_U, next(self._parts))
         return Bill(rows_U, owed_UD, self._clock.decay(since_U), self._clock.now)
 
     def pay(self, bill: Bill) -> None:
@@ -98,6 +99,10 @@ class Debts:
         """Note that these rows have paid through a step."""
         self._paid_through_R.index_fill_(0, rows_U, through)
 
+    def start_anew(self) -> None:
+        """All rows have paid, and the clock is about to start anew."""
+        self._paid_through_R.zero_()
+
     def owing(self, rows_U: Tensor) -> Tensor:
         """Those of the given rows that owe noise."""
         return rows_U[self._paid_through_R.index_select(0, rows_U) < self._clock.now]
@@ -106,7 +111,7 @@ class Debts:
         """First row, end and name of each chunk that `pay_chunk` must pay, in any order."""
         for start in range(0, len(self._weight_RD), self._chunk_rows):
             stop = min(start + self._chunk_rows, len(self._weight_RD))
-            yield start, stop, self._next_part()
+            yield start, stop, next(self._parts)
 
     def pay_chunk(self, start: int, stop: int, part: int) -> None:
         """Have all rows from `start` to `stop` pay. Nothing is written before all is drawn."""
@@ -145,7 +150,3 @@ class Debts:
         weight_K = (coefficient_K / last_U[position_K]).to(drawn_KD.dtype)
         owed_UD = weighted_runs(drawn_KD, index_K, start_U, weight_K)
         return self._land(rows_U, owed_UD, grid_of(1.0), last_U, part)
-
-    def _next_part(self) -> int:
-        self._payments += 1
-        return self._payments

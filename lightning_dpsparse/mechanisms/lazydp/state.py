@@ -16,7 +16,13 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.engine.rows import RowGradient, add_to_bags, add_to_rows
-from lightning_dpsparse.engine.state import Reading, StepNoise, TableKernel, TableState
+from lightning_dpsparse.engine.state import (
+    Reading,
+    StepNoise,
+    TableKernel,
+    TableState,
+    finish,
+)
 from lightning_dpsparse.mechanisms.lazydp.clock import Clock
 from lightning_dpsparse.mechanisms.lazydp.debts import Bill, Debts
 from lightning_dpsparse.mechanisms.lazydp.weight_grid import (
@@ -28,6 +34,10 @@ from lightning_dpsparse.mechanisms.lazydp.weight_grid import (
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 
 # B examples, E width of a kernel, U rows, D width of a table
+
+_LONG, _LONGEST = 1 << 12, 1 << 18
+"""Number of steps after which the clock starts anew when all rows have paid, and number of steps
+after which all rows pay for that: ten megabytes of memory for each kernel."""
 
 
 class LazyTables(TableState):
@@ -100,6 +110,8 @@ class LazyTables(TableState):
         in rounding, the step leaves the tables alone: nothing is applied, and nothing is owed.
         """
         kernel, stddev = self.kernel, self.noise.stddev
+        if self._clock.now >= _LONGEST:
+            finish([self])
         if not is_felt(stddev * kernel.learning_rate, self.grid):
             self._pay_bills()
             return
@@ -145,8 +157,17 @@ class LazyTables(TableState):
                     yield partial(debts.pay_chunk, *chunk)
 
     def note_work_done(self) -> None:
-        """Give weights that have outgrown their grid a coarser one, now that they may be seen."""
+        """Forget the steps that all rows have paid for, and see to the grid of the weights.
+
+        Weights that have outgrown their grid get a coarser one, now that they may be seen.
+        """
         self._all_paid_through = self._clock.now
+        if self._clock.now >= _LONG:
+            # Rows first: stopped in between, they would owe more than they do, and not less.
+            for debts in self.debts:
+                debts.start_anew()
+            self._clock.start_anew()
+            self._all_paid_through = 0
         if self.grid is None:
             return
         largest, grid = largest_of(self._weights), self.grid
