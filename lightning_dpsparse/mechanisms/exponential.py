@@ -25,6 +25,7 @@ from lightning_dpsparse.accounting.events import (
     gaussian,
     split_noise,
 )
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.engine.contributions import pair_norms
 from lightning_dpsparse.engine.lookups import Lookup
 from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
@@ -34,6 +35,9 @@ from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.refused import Refused
 
 # U distinct rows that a kernel read, V rows that nobody read, k rows that are chosen, W ranks
+
+_MOST_ROWS = 2**31
+"""Most rows that a step may choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +69,9 @@ class ExponentialSelection(Mechanism):
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_rows", "noise_ratio", "score_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
+        check_whole("num_rows", self.num_rows, most=_MOST_ROWS, expected="num_rows > 0")
+        check_number("noise_ratio", self.noise_ratio, above=0, remedy="1.0 is the default.")
+        check_number("score_clip", self.score_clip, above=0, remedy="1.0 is the default.")
 
     def epsilon_per_row(self, noise_multiplier: float) -> float:
         """epsilon0, the range of each choice.
