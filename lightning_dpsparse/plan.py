@@ -145,7 +145,7 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         check_names("taints", self.taints, remedy="Write [text], with a sentence for each taint.")
         object.__setattr__(self, "taints", tuple(self.taints))  # lists, from YAML
-        self._check_parts()
+        _check_parts(self)
         self._check_noise()
         for name in ("expected_batch_size", "max_batch_size"):
             if getattr(self, name) is not None:
@@ -197,24 +197,6 @@ class PrivacyPlan:
                 "Expected unit='example' with GumbelHistogram, found users: what it costs when a "
                 "count moves by more than one is not known. Use NoisyHistogram."
             )
-
-    def _check_parts(self) -> None:
-        """Refuse what the plan is made of, where it is of a wrong kind."""
-        check_kind("mechanism", self.mechanism, Mechanism, remedy="DPSGD() is the default.")
-        check_kind("dense", self.dense, DenseMechanism, remedy="DenseGaussian() is the default.")
-        check_kind("clipping", self.clipping, Clipping, remedy="FlatClipping() is the default.")
-        check_choice("sampling", self.sampling, get_args(Sampling))
-        check_choice("noise_source", self.noise_source, _SOURCES)
-        if not isinstance(self.unit, Users):
-            check_choice("unit", self.unit, ("example",), remedy="Or give Users(max_examples=...).")
-        if self.fixed_key is not None:
-            most = 256**KEY_BYTES - 1
-            check_whole("fixed_key", self.fixed_key, 0, most, remedy="Or leave it out.")
-        for name in ("assume_independent_examples", "assume_post_processing"):
-            if getattr(self, name) is not None:
-                check_text(
-                    name, getattr(self, name), expected=f"a reason in {name}", remedy=_REASON
-                )
 
     def _check_noise(self) -> None:
         if not (is_number(self.clip_norm) and float(self.clip_norm) == math.inf):
@@ -332,3 +314,20 @@ class PrivacyPlan:
         if self.fixed_key is not None:
             found.append("Fixed noise key: not private.")
         return found
+
+
+def _check_parts(plan: PrivacyPlan) -> None:
+    """Refuse what the plan is made of, where it is of a wrong kind."""
+    check_kind("mechanism", plan.mechanism, Mechanism, remedy="DPSGD() is the default.")
+    check_kind("dense", plan.dense, DenseMechanism, remedy="DenseGaussian() is the default.")
+    check_kind("clipping", plan.clipping, Clipping, remedy="FlatClipping() is the default.")
+    check_choice("sampling", plan.sampling, get_args(Sampling))
+    check_choice("noise_source", plan.noise_source, _SOURCES)
+    if not isinstance(plan.unit, Users):
+        check_choice("unit", plan.unit, ("example",), remedy="Or give Users(max_examples=...).")
+    if plan.fixed_key is not None:
+        most = 256**KEY_BYTES - 1
+        check_whole("fixed_key", plan.fixed_key, 0, most, remedy="Or leave it out.")
+    for name in ("assume_independent_examples", "assume_post_processing"):
+        if getattr(plan, name) is not None:
+            check_text(name, getattr(plan, name), expected=f"a reason in {name}", remedy=_REASON)

@@ -154,7 +154,9 @@ class AdaFEST(Mechanism):
 
     def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
         """Number of rows that use the common threshold."""
-        return sum(t.num_rows for t in tables if self._own_threshold(t.name) is None)
+        return sum(
+            t.num_rows for t in tables if _own_threshold(self.table_thresholds, t.name) is None
+        )
 
     def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
         if self.threshold is not None:
@@ -263,16 +265,17 @@ class AdaFEST(Mechanism):
         ]
 
     def _threshold_of(self, path: str) -> float:
-        own = self._own_threshold(path)
+        own = _own_threshold(self.table_thresholds, path)
         assert self.threshold is not None
         return self.threshold if own is None else own
 
-    def _own_threshold(self, path: str) -> float | None:
-        """Threshold of the first pattern that matches the table's name or path, or None."""
-        for pattern, threshold in self.table_thresholds.items():
-            if _matches(path, pattern):
-                return threshold
-        return None
+
+def _own_threshold(thresholds: Mapping[str, float], path: str) -> float | None:
+    """Threshold of the first pattern that matches the table's name or path, or None."""
+    for pattern, threshold in thresholds.items():
+        if _matches(path, pattern):
+            return threshold
+    return None
 
 
 def _matches(path: str, pattern: str) -> bool:
