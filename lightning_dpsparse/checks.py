@@ -35,11 +35,13 @@ def check_number(
     least: float | None = None,
     below: float | None = None,
     most: float | None = LARGEST,
+    smallest: float = SMALLEST,
+    expected: str = "",
     remedy: str = "",
 ) -> None:
     """Refuse what is no finite number, or lies outside of these bounds. True is no number.
 
-    A number between zero and `SMALLEST` is refused as well, unless `most` is None.
+    Where zero is refused, what is below `smallest` is refused as well, unless `most` is None.
 
     >>> check_number("clip_norm", 1.0, above=0)
     >>> check_number("clip_norm", float("nan"), above=0)
@@ -52,15 +54,15 @@ def check_number(
     if below is not None:
         lower = f"between {low or 0:g} and {below:g}"
     if not is_number(value) or not math.isfinite(float(value)):
-        _refuse(name, lower, value, remedy)
+        _refuse(name, lower, value, remedy, expected)
     number = float(value)
     is_inside = (above is None or number > above) and (least is None or number >= least)
     if not is_inside or (below is not None and not number < below):
-        _refuse(name, lower, value, remedy)
+        _refuse(name, lower, value, remedy, expected)
     if most is not None and not abs(number) <= most:
         _refuse(name, f"of at most {most:g}", value, remedy)
-    if 0 in (above, least) and most is not None and 0 < number < SMALLEST:
-        _refuse(name, f"of at least {SMALLEST:g}", value, remedy)
+    if above == 0 and most is not None and number < smallest:
+        _refuse(name, f"of at least {smallest:g}", value, remedy)
 
 
 def check_share(name: str, value: Any, *, remedy: str = "") -> None:

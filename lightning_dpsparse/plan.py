@@ -200,7 +200,7 @@ class PrivacyPlan:
 
     def _check_noise(self) -> None:
         if not (is_number(self.clip_norm) and float(self.clip_norm) == math.inf):
-            check_number("clip_norm", self.clip_norm, above=0, remedy="1.0 is usual.")
+            check_number("clip_norm", self.clip_norm, above=0, remedy="The default is 1.0.")
         if self.epsilon is None and self.noise_multiplier is None:
             raise Refused("Expected epsilon or noise_multiplier, found neither. Set one of them.")
         if self.epsilon is not None:

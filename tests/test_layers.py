@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 ORDER = [
     "refused",
     "checks",
+    "files",
     "versions",
     "hashing",
     "noise",

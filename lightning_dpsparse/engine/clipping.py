@@ -80,7 +80,7 @@ class AutomaticClipping(Clipping):
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        check_number("stability", self.stability, above=0, remedy="0.01 is the default.")
+        check_number("stability", self.stability, above=0, remedy="The default is 0.01.")
 
     def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         return _finite(clip_norm / (squares_KB.sqrt() + self.stability))

@@ -131,7 +131,7 @@ class AdaFEST(Mechanism):
         for name in ("false_positives", "half_survival"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
-        check_number("map_clip_norm", self.map_clip_norm, above=0, remedy="1.0 is the default.")
+        check_number("map_clip_norm", self.map_clip_norm, above=0, remedy="The default is 1.0.")
         check_number("noise_ratio", self.noise_ratio, above=0, remedy="From 5 to 10 is usual.")
         check_mapping("table_thresholds", self.table_thresholds)
         for table, threshold in self.table_thresholds.items():

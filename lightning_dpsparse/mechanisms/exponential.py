@@ -70,8 +70,8 @@ class ExponentialSelection(Mechanism):
 
     def __post_init__(self) -> None:
         check_whole("num_rows", self.num_rows, most=_MOST_ROWS, expected="num_rows > 0")
-        check_number("noise_ratio", self.noise_ratio, above=0, remedy="1.0 is the default.")
-        check_number("score_clip", self.score_clip, above=0, remedy="1.0 is the default.")
+        check_number("noise_ratio", self.noise_ratio, above=0, remedy="The default is 1.0.")
+        check_number("score_clip", self.score_clip, above=0, remedy="The default is 1.0.")
 
     def epsilon_per_row(self, noise_multiplier: float) -> float:
         """epsilon0, the range of each choice.

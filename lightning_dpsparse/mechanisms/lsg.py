@@ -100,7 +100,7 @@ class LSG(RGP):
 
 def check_sparsity(sparsity: float) -> None:
     """Refuse what is no share of the weights that can be frozen."""
-    check_number("sparsity", sparsity, least=0, below=1, remedy="0 freezes nothing, 1 everything.")
+    check_number("sparsity", sparsity, least=0, below=1, remedy="Freezing nothing is 0.")
 
 
 def most_important(importance: Tensor, sparsity: float) -> Tensor:

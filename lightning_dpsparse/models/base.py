@@ -19,6 +19,9 @@ from torchmetrics import MetricCollection
 from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_flag, shown
+from lightning_dpsparse.refused import Refused
+
 # B examples
 
 
@@ -46,6 +49,14 @@ class RecommenderModule(LightningModule):
         log_train_loss: bool | None = None,
     ) -> None:
         super().__init__()
+        if not callable(optimizer) or not (lr_scheduler is None or callable(lr_scheduler)):
+            raise Refused(
+                "Expected an optimizer, and a lr_scheduler or None, that can be called, found "
+                f"{shown(optimizer)} and {shown(lr_scheduler)}. Give a function of the parameters, "
+                "such as functools.partial(torch.optim.Adagrad, lr=0.01)."
+            )
+        if log_train_loss is not None:
+            check_flag("log_train_loss", log_train_loss)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.log_train_loss = log_train_loss
         self.val_metrics, self.test_metrics = make_metrics("val_"), make_metrics("test_")

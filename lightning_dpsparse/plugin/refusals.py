@@ -8,6 +8,7 @@ nobody charged.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -21,10 +22,38 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_dpsparse.checks import check_choice, check_kind
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.history import History
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sharded.fused import FusedOptimizer
+from lightning_dpsparse.sharded.placement import Placement
+from lightning_dpsparse.sharded.refusals import check_backend
+
+
+def check_strategy(
+    privacy: object,
+    placement: object,
+    fused_optimizer: object,
+    uneven_loaders: object,
+    process_group_backend: object,
+    timeout: object,
+    start_method: object,
+) -> None:
+    """Refuse arguments of the strategy that are of a wrong kind. None is a default."""
+    for name, value, kind in (
+        ("privacy", privacy, PrivacyPlan),
+        ("placement", placement, Placement),
+        ("fused_optimizer", fused_optimizer, FusedOptimizer),
+        ("timeout", timeout, timedelta),
+    ):
+        if value is not None:
+            check_kind(name, value, kind, remedy=f"Make a {kind.__name__}, or leave it out.")
+    check_choice("uneven_loaders", uneven_loaders, ("raise", "truncate"))
+    check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+    check_backend(process_group_backend)
 
 
 def check_module_class(module: object) -> None:

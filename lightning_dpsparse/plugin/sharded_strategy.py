@@ -52,6 +52,15 @@ class ShardedStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        refusals.check_strategy(
+            privacy,
+            placement,
+            fused_optimizer,
+            uneven_loaders,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )

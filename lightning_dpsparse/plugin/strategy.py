@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.evidence import evidence_folder
@@ -76,11 +77,11 @@ class DPSparseStrategy(ShardedCheckpoints):
             timeout,
             start_method,
         )
-        if max_physical_batch is not None and (privacy is None or max_physical_batch < 1):
-            raise Refused(
-                f"Expected max_physical_batch of at least 1, and a privacy plan, found "
-                f"{max_physical_batch} and {privacy}. Without privacy, use a smaller batch_size."
-            )
+        if max_physical_batch is not None:
+            expected = "max_physical_batch of at least 1, and a privacy plan"
+            check_whole("max_physical_batch", max_physical_batch, expected=expected)
+            if privacy is None:
+                raise Refused(f"Expected {expected}, found no plan. Use a smaller batch_size.")
         self.max_physical_batch = max_physical_batch
 
     def amend_plan(self, **changes: Any) -> None:
