@@ -31,7 +31,7 @@ def read_npy(path: Path, what: str, *, is_mapped: bool = False) -> NDArray[Any]:
         raise Refused(_damaged(path, what, "numpy.save")) from error
     if not is_whole:
         raise Refused(_damaged(path, what, "numpy.save"))
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 def read_npz(path: Path, names: Iterable[str], what: str) -> dict[str, NDArray[Any]]:

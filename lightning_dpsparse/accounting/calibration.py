@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 
+import numpy as np
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.privacy_accountant import UnsupportedEventError
 from dp_accounting.rdp import RdpAccountant
@@ -54,7 +55,7 @@ def epsilon_of(counts: EventCounts, delta: float, grid: float = FINE) -> float:
 @lru_cache(maxsize=4096)
 def _epsilon_of(counts: tuple[tuple[DpEvent, int], ...], delta: float, grid: float) -> float:
     total = _total_losses(counts, grid)
-    return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
+    return math.inf if total is None else _epsilon_at(total, delta)
 
 
 def _total_losses(counts: EventCounts, grid: float) -> PrivacyLossDistribution | None:
@@ -76,7 +77,12 @@ def epsilons_of(counts: EventCounts, deltas: Sequence[float]) -> list[float]:
     total = _total_losses(counts, FINE)
     if total is None:
         return [math.inf] * len(deltas)
-    return [max(0.0, float(total.get_epsilon_for_delta(delta))) for delta in deltas]
+    return [_epsilon_at(total, delta) for delta in deltas]
+
+
+def _epsilon_at(total: PrivacyLossDistribution, delta: float) -> float:
+    with np.errstate(all="ignore"):  # far tails are rounded to zero
+        return max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 
 def rdp_epsilon_of(counts: EventCounts, delta: float) -> float | None:

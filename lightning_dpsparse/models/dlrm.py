@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.click import (
     ClickModule,
-    check_counts,
     check_arch,
+    check_counts,
     check_num_rows,
     check_sizes,
     default_optimizer,

@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.models.click import (
     ClickModule,
-    check_counts,
     check_arch,
+    check_counts,
     check_num_rows,
     default_optimizer,
     feature_names,
