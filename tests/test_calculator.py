@@ -102,9 +102,9 @@ def test_people_get_words(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--batch", "0"], "argument --batch: expected 1 or more, found 0"),
+        (["--batch", "0"], "argument --batch: expected a whole number of at least 1, found '0'"),
         (["--batch", "2000000"], "expected at most 1000000 examples"),
-        (["--delta", "2"], "argument --delta: expected between 0 and 1"),
+        (["--delta", "2"], "argument --delta: expected a number between 0 and 1"),
         (["--epsilon", "-1"], "argument --epsilon: expected more than 0"),
         (["--max-batch", "5", "--examples-per-user", "2"], "there is no accounting for both"),
     ],

@@ -16,6 +16,7 @@ ORDER = [
     "refused",
     "checks",
     "files",
+    "command_line",
     "versions",
     "hashing",
     "noise",

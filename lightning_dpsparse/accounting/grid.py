@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-MOST_POINTS = 1 << 24
+MOST_POINTS = 1 << 22
 """Most points of a grid. More take minutes, and then more memory than there is."""
 
 _TAIL = 36.0  # log(2 / 1e-15)

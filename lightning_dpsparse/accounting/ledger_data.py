@@ -23,11 +23,6 @@ def check_ledger_data(data: Any) -> None:
         _check_text("protects", data["protects"])
     for name in ("steps", "lost"):
         check_whole(name, data[name], 0, remedy=_OTHER)
-    if data["lost"] > data["steps"]:
-        raise Refused(
-            f"Expected no more steps lost than charged, found {data['lost']} and {data['steps']}. "
-            f"{_OTHER}"
-        )
     if not is_list(data["entries"]):
         raise Refused(f"Expected a ledger's entries, found {shown(data['entries'])}. {_OTHER}")
     for entry in data["entries"]:
@@ -36,6 +31,12 @@ def check_ledger_data(data: Any) -> None:
         check_whole("steps", entry.get("steps", 0), 0, remedy=_OTHER)
         if entry["partition"] is not None:
             _check_text("partition", entry["partition"])
+    paid = sum(entry.get("steps", 0) for entry in data["entries"])
+    if max(data["lost"], paid) > data["steps"]:
+        raise Refused(
+            f"Expected no more steps lost, or paid for by entries, than the {data['steps']:,} of "
+            f"the ledger, found {data['lost']:,} and {paid:,}. {_OTHER}"
+        )
 
 
 def _check_keys(what: str, data: Any, keys: tuple[str, ...]) -> None:

@@ -62,6 +62,11 @@ def exposures(
     reference_R: NDArray[np.float64],
 ) -> list[Exposure]:
     """The exposure for each number of repeats, from the losses of canaries and of references."""
+    if not (np.isfinite(canary_C).all() and np.isfinite(reference_R).all()):
+        raise Refused(
+            "Expected a finite loss on every canary and reference, found others: the model has "
+            "diverged. Lower the learning rate."
+        )
     by_rank_C = exposure_by_rank(canary_C, reference_R)
     by_fit_C = exposure_by_fit(canary_C, reference_R)
     found = []

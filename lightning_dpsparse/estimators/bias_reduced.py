@@ -50,7 +50,9 @@ class Levels:
         check_whole("first", self.first, 0)
         check_whole("last", self.last, 0, _MOST_LEVEL)
         check_whole("steps", self.steps, expected="steps >= 1 and 0 < stops_early < 1")
-        check_number("stops_early", self.stops_early, above=0, below=1, remedy="0.1 is usual.")
+        check_number(
+            "stops_early", self.stops_early, above=0, below=1, remedy="The default is 0.1."
+        )
         if not 0 <= self.first <= self.last or 2 ** (self.last + 1) > self.num_examples:
             raise Refused(
                 f"Expected 0 <= first <= last and 2^(last + 1) <= {self.num_examples} examples, "
