@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -75,3 +76,73 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid float value: {shown(text)}") from None
+
+
+# ---- errors of jsonargparse, which reads recipes -------------------------------------------------
+
+_KEY = re.compile(r'(?:- )?Parser key "(?P<key>[^"]*)":$')
+_VALUE = re.compile(r"(?:Got value|Given value): (?P<value>.*)$")
+_NESTED = re.compile(r"NestedArg\(key='[^']*', val=(?P<value>.*)\)$")
+_NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "Problem with given")
+
+
+def in_one_line(message: str) -> str:
+    """What is wrong with a setting of a recipe, from a page that jsonargparse says about it.
+
+    A setting may be of several types, and the page tells of every type that was tried, the types
+    inside of these, and so on, each further to the right. The rightmost key is what the user got
+    wrong.
+
+    >>> page = 'Parser key "trainer":\\n  Errors:\\n    - Expected a <class \\'str\\'>\\n'
+    >>> page += '    - Parser key "max_steps":\\n       Expected a <class \\'int\\'>. Got value: 2x'
+    >>> in_one_line(page)
+    'trainer.max_steps: expected int, found 2x'
+    """
+    lines = [(len(line) - len(line.lstrip()), line.strip()) for line in message.splitlines()]
+    path, reasons, at = _rightmost(lines)
+    if not path or not reasons:
+        return spell_out(" ".join(message.split()))
+    unknown = next((reason for reason in reasons if reason.startswith("Option ")), None)
+    if unknown is not None:
+        return spell_out(f"{'.'.join(path)}: expected one of its settings, found: {unknown}")
+    values = [found["value"] for _, line in lines[at:] if (found := _VALUE.search(line))]
+    value = values[0] if values else ""
+    nested = _NESTED.match(value)
+    seen = f", found {nested['value'] if nested else value}" if value else ""
+    return spell_out(f"{'.'.join(path)}: expected {' or '.join(dict.fromkeys(reasons))}{seen}")
+
+
+def _rightmost(lines: list[tuple[int, str]]) -> tuple[list[str], list[str], int]:
+    """The path of the rightmost key, what was expected there, and the number of its line."""
+    best: tuple[int, list[str], int] = (-1, [], 0)
+    stack: list[tuple[int, str]] = []
+    for number, (indent, line) in enumerate(lines):
+        found = _KEY.match(line)
+        if found:
+            stack = [(i, key) for i, key in stack if i < indent] + [(indent, found["key"])]
+            if indent > best[0]:
+                best = (indent, [key for _, key in stack], number)
+    indent, path, at = best
+    inside = []
+    for deeper, line in lines[at + 1 :]:
+        if line and deeper <= indent:
+            break
+        inside.append(line.removeprefix("- "))
+    kept = [line for line in inside if line and not line.startswith(_NOISE) and line != "Errors:"]
+    return path, [_expected(line) for line in kept if _is_reason(line)], at
+
+
+def _is_reason(line: str) -> bool:
+    return line.startswith(("Expected", "Not ", "Option ", "Key ", "Import", "Unexpected", "The "))
+
+
+def _expected(line: str) -> str:
+    """A line of jsonargparse's about one type, in fewer words."""
+    if line.startswith(("Expected a path but", "Expected a dot import path")):
+        return "the import path of a class"
+    line = re.sub(r"\. Got value: .*$", "", line)
+    line = re.sub(r"^Not a valid subclass of ", "a class derived from ", line)
+    line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", line)
+    line = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", line)
+    line = line.replace("NoneType", "null")
+    return re.sub(r"^Expected an? ", "", line)

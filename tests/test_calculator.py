@@ -250,7 +250,7 @@ def test_what_else_is_released_is_said(capsys: pytest.CaptureFixture[str]) -> No
         (["--mechanism", "none"], "argument --mechanism: invalid choice"),
         (["--mechanism", "exponentialselection"], "argument --set: ExponentialSelection: the"),
         (["--set", "width=3"], "argument --set: DPSGD: unrecognized arguments"),
-        (["--set", "chunk_rows=x"], "argument --set: DPSGD: Parser key"),
+        (["--set", "chunk_rows=x"], "argument --set: DPSGD: set.chunk_rows: expected int, found x"),
         (["--noise-ratio", "3"], "argument --noise-ratio: DPSGD has no such setting"),
         (["--mechanism", "adafest", "--noise-ratio", "-3"], "Expected noise_ratio > 0"),
         (["--mechanism", "adafest", "--set", "false_positives=2"], "argument --rows: expected"),

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning_dpsparse.accounting.calibration import default_delta, delta_warning
 from lightning_dpsparse.accounting.privacy_loss import FINE
 from lightning_dpsparse.calculator.options import MECHANISMS
+from lightning_dpsparse.command_line import in_one_line
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
@@ -160,7 +161,7 @@ def _mechanism(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     try:
         read = reader.parse_args([f"--set.{setting}" for setting in settings])
     except ArgumentError as error:
-        parser.error(f"argument --set: {name}: {' '.join(str(error).split())}")
+        parser.error(f"argument --set: {name}: {in_one_line(str(error))}")
     made: Mechanism = reader.instantiate_classes(read).set
     return made
 
