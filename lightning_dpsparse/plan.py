@@ -40,8 +40,9 @@ _SOURCES: dict[str, Callable[[RunKey], NoiseSource]] = {
     "row_keyed": RowNoise,
 }
 
-_MOST_EXAMPLES = 1_000_000
-"""Most examples of a user. The guarantee for one who has more is of no use."""
+_MOST_EXAMPLES = 10_000
+"""Most examples of a user that are drawn one by one: the price is computed for each number of
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,14 @@ class Users:
     """Whether all examples of a user lie in one day, by the definition of a user: see by_day."""
 
     def __post_init__(self) -> None:
-        check_whole("max_examples", self.max_examples, most=_MOST_EXAMPLES)
+        check_whole("max_examples", self.max_examples)
         check_choice("drawn", self.drawn, ("examples", "users"))
         check_flag("in_one_day", self.in_one_day)
+        if self.drawn == "examples" and self.max_examples > _MOST_EXAMPLES:
+            raise Refused(
+                f"Expected max_examples of at most {_MOST_EXAMPLES:,} where examples are drawn one "
+                f"by one, found {self.max_examples:,}. Draw whole users."
+            )
 
 
 _PERIOD = "days_per_period >= 1, and by_day with more than one"
@@ -329,5 +335,8 @@ def _check_parts(plan: PrivacyPlan) -> None:
         most = 256**KEY_BYTES - 1
         check_whole("fixed_key", plan.fixed_key, 0, most, remedy="Or leave it out.")
     for name in ("assume_independent_examples", "assume_post_processing"):
+        # A reason of "null" was meant as none: the command line makes a text of it.
+        if getattr(plan, name) in ("None", "null"):
+            raise Refused(f"Expected a reason in {name}, found no reason. {_REASON}")
         if getattr(plan, name) is not None:
             check_text(name, getattr(plan, name), expected=f"a reason in {name}", remedy=_REASON)

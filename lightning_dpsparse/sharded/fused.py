@@ -63,6 +63,11 @@ class FusedOptimizer:
         check_number("beta2", self.beta2, least=0, below=1, remedy="The default is 0.999.")
         check_number("weight_decay", self.weight_decay, least=0, remedy="The default is 0.")
         check_flag("follow_schedule", self.follow_schedule)
+        if self.kind == "sgd" and self.learning_rate * self.weight_decay >= 2:
+            raise Refused(
+                f"Expected learning_rate x weight_decay below 2, found {self.learning_rate} x "
+                f"{self.weight_decay}: weights would grow in every step. Lower one of them."
+            )
 
     def check(self, device: torch.device, mechanism: Mechanism | None = None) -> None:
         """Refuse what FBGEMM or the mechanism would silently leave out or get wrong."""
