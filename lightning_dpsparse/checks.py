@@ -24,7 +24,8 @@ SMALLEST = 1e-18
 MOST = 2**63 - 1
 """Largest whole number that a tensor holds."""
 
-_LONGEST = 80  # characters of a value that are shown
+_LONGEST, _DEEPEST = 80, 4
+"""Most characters, and most lists inside of one another, of a value that is shown."""
 
 
 def check_number(
@@ -176,7 +177,7 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, depth: int = 0) -> str:
     """A setting in one short line. Of what may hold data, such as an array, only the type.
 
     >>> shown("lamb"), shown([1, None]), shown(10**50), shown(b"data")
@@ -188,11 +189,13 @@ def shown(value: Any) -> str:
         return _cut(repr(value))
     if isinstance(value, Real):  # of numpy, whose repr names its type
         return str(value)
+    if isinstance(value, (list, tuple, Mapping)) and depth > _DEEPEST:
+        return "…"
     if isinstance(value, (list, tuple)):
-        return _cut(f"[{', '.join(shown(v) for v in value[:_LONGEST])}]")
+        return _cut(f"[{', '.join(shown(v, depth + 1) for v in value[:_LONGEST])}]")
     if isinstance(value, Mapping):
         pairs = list(value.items())[:_LONGEST]
-        return _cut("{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in pairs) + "}")
+        return _cut("{" + ", ".join(f"{shown(k)}: {shown(v, depth + 1)}" for k, v in pairs) + "}")
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

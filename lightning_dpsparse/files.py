@@ -37,7 +37,8 @@ def read_npy(path: Path, what: str, *, is_mapped: bool = False) -> NDArray[Any]:
 def read_npz(path: Path, names: Iterable[str], what: str) -> dict[str, NDArray[Any]]:
     """Those arrays of an .npz file that have one of these names."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # numpy leaves a file open that it opened and could not read.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: np.asarray(arrays[name]) for name in names if name in arrays}
     except Exception as error:  # numpy raises nearly anything over a damaged file
         raise Refused(_damaged(path, what, "numpy.savez")) from error

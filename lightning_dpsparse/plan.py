@@ -335,8 +335,11 @@ def _check_parts(plan: PrivacyPlan) -> None:
         most = 256**KEY_BYTES - 1
         check_whole("fixed_key", plan.fixed_key, 0, most, remedy="Or leave it out.")
     for name in ("assume_independent_examples", "assume_post_processing"):
-        # A reason of "null" was meant as none: the command line makes a text of it.
-        if getattr(plan, name) in ("None", "null"):
+        reason = getattr(plan, name)
+        # A reason of null was meant as none, and the command line makes a text of it.
+        if isinstance(reason, str) and (
+            reason in ("None", "null") or not any(c.isalpha() for c in reason)
+        ):
             raise Refused(f"Expected a reason in {name}, found no reason. {_REASON}")
-        if getattr(plan, name) is not None:
+        if reason is not None:
             check_text(name, getattr(plan, name), expected=f"a reason in {name}", remedy=_REASON)
