@@ -98,7 +98,7 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
             parse_options=pyarrow.csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
             convert_options=pyarrow.csv.ConvertOptions(column_types=_TYPES, null_values=[]),
         )
-    if not table or tuple(table.column_names) != _COLUMNS or not _are_ratings(table):
+    if not table or not _are_ratings(table):
         line = _malformed_line(file)
         found = "none" if line is None else f"something else in line {line}"
         raise Refused(
@@ -109,7 +109,12 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
 
 
 def _are_ratings(table: pa.Table) -> bool:
-    """Whether stars and times are numbers that a rating may have."""
+    """Whether the columns are those of ratings, with stars and times that one may have."""
+    try:
+        if tuple(table.column_names) != _COLUMNS:
+            return False
+    except UnicodeDecodeError:  # a name may be any bytes
+        return False
     stars, times = table[2].to_numpy(), table[3].to_numpy()
     return bool((np.isfinite(stars) & (stars >= 0) & (times >= 0)).all())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bad_files import RECIPE
 from tests.support.bad_input import ends_in_one_line
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended")
@@ -146,29 +147,6 @@ def test_an_audit_of_nonsense_is_one_line(kind: str, option: str, value: str, wo
 
 # ---- recipes -------------------------------------------------------------------------------------
 
-RECIPE = """
-seed_everything: 7
-trainer:
-  devices: 1
-  accelerator: cpu
-  max_steps: 1
-  max_epochs: -1
-  limit_val_batches: 0
-  enable_progress_bar: false
-  logger: false
-  enable_checkpointing: false
-  strategy:
-    class_path: lightning_dpsparse.DPSparseStrategy
-    init_args:
-      privacy: {mechanism: {class_path: lightning_dpsparse.DPSGD}, noise_multiplier: 1.0}
-      fused_optimizer: {kind: sgd, learning_rate: 2.0}
-model:
-  class_path: lightning_dpsparse.models.DLRMModule
-  init_args: {num_rows: [5, 6], embedding_dim: 16, dense_arch: [16], over_arch: [8, 1]}
-data:
-  class_path: lightning_dpsparse.data.SyntheticData
-  init_args: {num_rows: [5, 6], examples_per_day: 200, batch_size: 20}
-"""
 STRATEGY = "trainer.strategy.init_args"
 PRIVACY = f"{STRATEGY}.privacy"
 

@@ -24,6 +24,30 @@ LINE = "\t".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26]) + "\n"
 META: dict[str, Any] = {"num_rows": [10] * 26}
 HEADER, RATING = "userId,movieId,rating,timestamp\n", "1,2,3.5,100\n"
 MOVIES = "movieId,title,genres\n1,A,B\n2,C,D\n"
+RECIPE = """
+seed_everything: 7
+trainer:
+  devices: 1
+  accelerator: cpu
+  max_steps: 1
+  max_epochs: -1
+  limit_val_batches: 0
+  enable_progress_bar: false
+  logger: false
+  enable_checkpointing: false
+  strategy:
+    class_path: lightning_dpsparse.DPSparseStrategy
+    init_args:
+      privacy: {mechanism: {class_path: lightning_dpsparse.DPSGD}, noise_multiplier: 1.0}
+      fused_optimizer: {kind: sgd, learning_rate: 2.0}
+model:
+  class_path: lightning_dpsparse.models.DLRMModule
+  init_args: {num_rows: [5, 6], embedding_dim: 16, dense_arch: [16], over_arch: [8, 1]}
+data:
+  class_path: lightning_dpsparse.data.SyntheticData
+  init_args: {num_rows: [5, 6], examples_per_day: 200, batch_size: 20}
+"""
+"""A recipe that takes one step on a small model."""
 TABLES = [Table("net.t.weight", 4, ("f",)), Table("net.u.weight", 3, ("g",))]
 
 
@@ -77,7 +101,11 @@ def small_facts() -> dict[str, Any]:
         history=[{"data": "d", "steps": 3, "run": None, "ledger": None}],
     )
     sizes = {"repeats": 1, "canaries": 2, "interpolation": 1.0, "low": 1.0, "high": 2.0}
-    more = {"exposures": [sizes | {"extrapolation": 1.0}], "target": {"epsilon": 3.0, "delta": 0.1}}
+    more: dict[str, Any] = {
+        "exposures": [sizes | {"extrapolation": 1.0}],
+        "target": {"epsilon": 3.0, "delta": 0.1},
+    }
+    more |= {"created": "2026-11-16T06:30:00+00:00", "run": "3f2a9c0d"}  # the same in every run
     return json.loads(json.dumps(facts)) | more
 
 
