@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from lightning_dpsparse.checks import shown
+from lightning_dpsparse.command_line import CommandParser, some_path
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.version import __version__
 
@@ -67,9 +69,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _refuse_command(command: str) -> None:
     commands = (*_RECIPE_COMMANDS, *_TOOLS)
     close = get_close_matches(command, commands, n=1)
-    parser = argparse.ArgumentParser(
-        prog="lightning-dpsparse", usage="lightning-dpsparse COMMAND ..."
-    )
+    parser = CommandParser(prog="lightning-dpsparse", usage="lightning-dpsparse COMMAND ...")
     parser.error(
         f"unknown command {command!r}. "
         + (f"Did you mean {close[0]}? " if close else "")
@@ -86,7 +86,7 @@ def _run_recipe(args: Sequence[str] | None) -> None:
 
 
 def _recipes(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse recipes",
         description="List the recipes that come with the package. Run one by its name: "
         "lightning-dpsparse fit --config NAME. To change one, print it into a file of your own: "
@@ -104,7 +104,7 @@ def _recipes(argv: list[str]) -> None:
 
 
 def _prepare(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse prepare",
         description="Turn text files into memory-mapped arrays, once. Each input file becomes a "
         "directory of its own under the output directory.",
@@ -120,10 +120,10 @@ def _prepare(argv: list[str]) -> None:
     criteo.add_argument(
         "files",
         nargs="+",
-        type=Path,
+        type=some_path,
         help="text files; their names may end in .gz, .zst, .bz2 or .lz4",
     )
-    criteo.add_argument("--output", type=Path, required=True, help="the directory to write to")
+    criteo.add_argument("--output", type=some_path, required=True, help="the directory to write to")
     criteo.add_argument(
         "--num-rows", type=_num_rows, default="table3", metavar="N[,N...]",
         help="rows per feature: one number for all 26 features, 26 numbers, or 'table3' for the "
@@ -133,8 +133,14 @@ def _prepare(argv: list[str]) -> None:
 
     from lightning_dpsparse.data.prepare import prepare_criteo
 
-    for file in options.files:
-        output = options.output / file.name.split(".")[0]
+    outputs = {file: options.output / file.name.lstrip(".").split(".")[0] for file in options.files}
+    if len(set(outputs.values())) < len(options.files):
+        raise Refused(
+            "Expected files whose names differ before their endings, found two that would be "
+            f"written to one directory among {shown([str(file) for file in options.files])}. "
+            "Prepare them with an --output of their own."
+        )
+    for file, output in outputs.items():
         prepared = prepare_criteo(file, output, options.num_rows)
         print(f"{prepared.summary()} -> {output}")
 
@@ -149,13 +155,14 @@ def _num_rows(text: str) -> list[int]:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected one number, 26 numbers with commas between them, or 'table3', found {text!r}"
+            "expected one number, 26 numbers with commas between them, or 'table3', found "
+            f"{shown(text)}"
         ) from None
     return numbers * 26 if len(numbers) == 1 else numbers
 
 
 def _consolidate(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse consolidate",
         description="Turn a sharded checkpoint directory into one file in Lightning's layout, "
         "whose state_dict loads into the same model with ordinary, unsharded tables. A name that "
@@ -191,7 +198,7 @@ def _consolidate(argv: list[str]) -> None:
 
 
 def _doctor(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse doctor",
         description="Say what is installed, which versions are supported, and what is wrong. The "
         "exit code is 1 if there is a problem.",

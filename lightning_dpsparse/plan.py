@@ -9,16 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_dpsparse.accounting import events
+from lightning_dpsparse.checks import (
+    check_choice,
+    check_flag,
+    check_kind,
+    check_names,
+    check_number,
+    check_text,
+    check_whole,
+    is_number,
+)
 from lightning_dpsparse.engine.clipping import Clipping, FlatClipping
 from lightning_dpsparse.engine.dense import DenseGaussian, DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
 from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import GumbelHistogram, Histogram
-from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.noise.keys import KEY_BYTES, RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.poisson import Phase
@@ -29,6 +39,10 @@ _SOURCES: dict[str, Callable[[RunKey], NoiseSource]] = {
     "secure": SecureNoise,
     "row_keyed": RowNoise,
 }
+
+_MOST_EXAMPLES = 10_000
+"""Most examples of a user that are drawn one by one: the price is computed for each number of
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,21 @@ class Users:
     """Whether all examples of a user lie in one day, by the definition of a user: see by_day."""
 
     def __post_init__(self) -> None:
-        if self.max_examples < 1:
-            raise Refused(f"Expected max_examples >= 1, found {self.max_examples}.")
+        check_whole("max_examples", self.max_examples)
+        check_choice("drawn", self.drawn, ("examples", "users"))
+        check_flag("in_one_day", self.in_one_day)
+        if self.drawn == "examples" and self.max_examples > _MOST_EXAMPLES:
+            raise Refused(
+                f"Expected max_examples of at most {_MOST_EXAMPLES:,} where examples are drawn one "
+                f"by one, found {self.max_examples:,}. Draw whole users."
+            )
+
+
+_PERIOD = "days_per_period >= 1, and by_day with more than one"
+_REASON = "Say why in a sentence, or leave it out."
+_LEAST, _MOST = 1e-24, 1e24
+"""Smallest and largest standard deviation of noise that float32 holds, with its grid."""
+_NOISE = "Around 1 is usual, and 0 is not private."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,32 +149,32 @@ class PrivacyPlan:
     read off the data, settings that were tuned on it, and the like."""
 
     def __post_init__(self) -> None:
+        check_names("taints", self.taints, remedy="Write [text], with a sentence for each taint.")
         object.__setattr__(self, "taints", tuple(self.taints))  # lists, from YAML
-        for name in ("assume_independent_examples", "assume_post_processing"):
-            if getattr(self, name) is not None and not str(getattr(self, name)).strip():
-                raise Refused(f"Expected a reason in {name}, found none. Say why, or leave it.")
+        _check_parts(self)
         self._check_noise()
-        if self.expected_batch_size is not None and self.expected_batch_size < 1:
-            raise Refused(f"Expected expected_batch_size >= 1, found {self.expected_batch_size}.")
-        if self.days_per_period < 1 or (self.days_per_period > 1 and not self.by_day):
+        for name in ("expected_batch_size", "max_batch_size"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), remedy="Set it, or leave it out.")
+        check_flag("by_day", self.by_day)
+        check_whole("days_per_period", self.days_per_period, expected=_PERIOD)
+        if self.days_per_period > 1 and not self.by_day:
             raise Refused(
-                f"Expected days_per_period >= 1, and by_day with more than one, found "
-                f"{self.days_per_period} with by_day={self.by_day}."
+                f"Expected {_PERIOD}, found {self.days_per_period} with by_day=False. Set by_day, "
+                "or leave days_per_period out."
             )
-        if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise Refused(f"Expected max_batch_size >= 1, found {self.max_batch_size}.")
         if self.sampling != "poisson" and (
             self.max_batch_size is not None or self.by_day or isinstance(self.unit, Users)
         ):
             raise Refused(
                 f"Expected sampling='poisson' with max_batch_size, by_day or users, found "
-                f"{self.sampling!r}."
+                f"{self.sampling!r}. Leave sampling out, or leave these out."
             )
         self._check_mechanism()
         if self.max_batch_size is not None and self._counts_examples_of_users:
             raise Refused(
-                "Expected no max_batch_size where users' examples are drawn one by one: there is "
-                "no event for it. Draw whole users."
+                "Expected no max_batch_size where users' examples are drawn one by one, found "
+                f"{self.max_batch_size}: there is no event for it. Draw whole users."
             )
 
     def _check_mechanism(self) -> None:
@@ -164,7 +191,7 @@ class PrivacyPlan:
         if selection.renew and not self.by_day:
             raise Refused(
                 f"Expected by_day=True where {name} renews its selection, found False: there are "
-                "no periods to renew it for."
+                "no periods to renew it for. Set by_day, or leave renew out."
             )
         if self.sampling == "unamplified":
             raise Refused(
@@ -178,26 +205,34 @@ class PrivacyPlan:
             )
 
     def _check_noise(self) -> None:
-        if not self.clip_norm > 0:
-            raise Refused(f"Expected clip_norm > 0, found {self.clip_norm}.")
+        if not (is_number(self.clip_norm) and float(self.clip_norm) == math.inf):
+            check_number("clip_norm", self.clip_norm, above=0, remedy="The default is 1.0.")
         if self.epsilon is None and self.noise_multiplier is None:
             raise Refused("Expected epsilon or noise_multiplier, found neither. Set one of them.")
-        if self.epsilon is not None and not 0 < self.epsilon < math.inf:
-            raise Refused(f"Expected epsilon > 0, found {self.epsilon}.")
-        if self.delta is not None and not 0 < self.delta < 1:
-            raise Refused(f"Expected delta between 0 and 1, found {self.delta}.")
+        if self.epsilon is not None:
+            check_number("epsilon", self.epsilon, above=0, remedy="Between 1 and 10 is usual.")
+        if self.delta is not None:
+            check_number(
+                "delta", self.delta, above=0, below=1, most=None, remedy="Or leave it out."
+            )
         if self.epsilon is not None and not self.mechanism.is_private:
             raise Refused(
                 f"Expected a private mechanism for epsilon={self.epsilon}, found "
                 f"{type(self.mechanism).__name__}, which is not differentially private. Set "
                 "noise_multiplier instead."
             )
-        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
-            raise Refused(f"Expected noise_multiplier >= 0, found {self.noise_multiplier}.")
+        if self.noise_multiplier is not None:
+            check_number("noise_multiplier", self.noise_multiplier, least=0, remedy=_NOISE)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
             raise Refused(
                 f"Expected a finite clip_norm with noise, found {self.clip_norm}: the noise would "
                 "be infinite. Set noise_multiplier to 0 to compare with plain training."
+            )
+        if self.noise_multiplier and not _LEAST <= self.noise_multiplier * self.clip_norm <= _MOST:
+            raise Refused(
+                f"Expected noise_multiplier x clip_norm from {_LEAST:g} to {_MOST:g}, found "
+                f"{self.noise_multiplier} x {self.clip_norm}: float32 has no such noise. Scale "
+                "clip_norm."
             )
         if self.epsilon is not None and self.noise_multiplier == 0:
             raise Refused(
@@ -285,3 +320,26 @@ class PrivacyPlan:
         if self.fixed_key is not None:
             found.append("Fixed noise key: not private.")
         return found
+
+
+def _check_parts(plan: PrivacyPlan) -> None:
+    """Refuse what the plan is made of, where it is of a wrong kind."""
+    check_kind("mechanism", plan.mechanism, Mechanism, remedy="DPSGD() is the default.")
+    check_kind("dense", plan.dense, DenseMechanism, remedy="DenseGaussian() is the default.")
+    check_kind("clipping", plan.clipping, Clipping, remedy="FlatClipping() is the default.")
+    check_choice("sampling", plan.sampling, get_args(Sampling))
+    check_choice("noise_source", plan.noise_source, _SOURCES)
+    if not isinstance(plan.unit, Users):
+        check_choice("unit", plan.unit, ("example",), remedy="Or give Users(max_examples=...).")
+    if plan.fixed_key is not None:
+        most = 256**KEY_BYTES - 1
+        check_whole("fixed_key", plan.fixed_key, 0, most, remedy="Or leave it out.")
+    for name in ("assume_independent_examples", "assume_post_processing"):
+        reason = getattr(plan, name)
+        # A reason of null was meant as none, and the command line makes a text of it.
+        if isinstance(reason, str) and (
+            reason in ("None", "null") or not any(c.isalpha() for c in reason)
+        ):
+            raise Refused(f"Expected a reason in {name}, found no reason. {_REASON}")
+        if reason is not None:
+            check_text(name, getattr(plan, name), expected=f"a reason in {name}", remedy=_REASON)

@@ -14,18 +14,36 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import lightning.pytorch
 import torch
 from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_dpsparse.recipe_files import find_recipe
+from lightning_dpsparse.checks import check_whole
+from lightning_dpsparse.command_line import in_one_line
+from lightning_dpsparse.recipe_files import check_recipe_text, find_recipe
 from lightning_dpsparse.refused import Refused
+
+_LARGEST_SEED = 2**32 - 1
+
+
+class RecipeParser(LightningArgumentParser):
+    """Lightning's parser, whose errors are one line and no page."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        prog = (getattr(ex, "subcommand_parser", None) or self).prog.replace(" [options]", "")
+        self.exit(2, f"{prog}: error: {in_one_line(message)}. See {prog} --help.\n")
+        raise AssertionError("exit never returns")
 
 
 class ActionRecipe(ActionConfigFile):
@@ -38,6 +56,7 @@ class ActionRecipe(ActionConfigFile):
         # Settings that are written out in place of a path have a colon; jsonargparse reads them.
         found = values if ":" in values else str(find_recipe(values))
         try:
+            check_recipe_text(found if ":" in values else Path(found).read_text(encoding="utf-8"))
             super().__call__(parser, cfg, found, option_string)
         except (OSError, UnicodeDecodeError) as error:
             raise Refused(
@@ -64,7 +83,7 @@ class RecipeCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """As Lightning does it, except that `--config` takes names of recipes too."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.pytorch.__version__}"])
-        parser = LightningArgumentParser(**kwargs)
+        parser = RecipeParser(**kwargs)
         parser.add_argument(
             "-c",
             "--config",
@@ -73,6 +92,24 @@ class RecipeCLI(LightningCLI):
             "`lightning-dpsparse recipes` lists these.",
         )
         return parser
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        command = self.config.get("subcommand")  # `self.subcommand` is set after this
+        seed = (self.config[command] if command else self.config).get("seed_everything")
+        if seed is not None and not isinstance(seed, bool):
+            check_whole("seed_everything", seed, 0, _LARGEST_SEED)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """As Lightning does it, except that settings which the Trainer refuses are one line."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+            if isinstance(error, Refused):
+                raise
+            raise _as_refusal(error) from error
 
     @override
     def instantiate_classes(self) -> None:
@@ -111,6 +148,8 @@ def recipe_session() -> Iterator[None]:
     had_group = torch.distributed.is_initialized()
     try:
         yield
+    except MisconfigurationException as error:  # by its name, a mistake in the settings
+        raise _as_refusal(error) from error
     finally:
         if not had_group and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -127,6 +166,14 @@ def hide_upstream_warnings() -> None:
         warnings.filterwarnings("ignore", message)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+
+
+def _as_refusal(error: Exception) -> Refused:
+    said = " ".join(str(error).split()).rstrip(".")
+    return Refused(
+        f"Expected settings that Lightning's Trainer takes, found that it refuses them: {said}. "
+        "Change what is under trainer."
+    )
 
 
 class _PassingRefusal(BaseException):

@@ -11,8 +11,12 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
+import yaml
+
 from lightning_dpsparse.refused import Refused
 
+_DEEPEST, _LARGEST, _LONGEST = 50, 100_000, 4_000
+"""Most settings inside of one another, most values, and longest value of a recipe."""
 _FOLDER = Path(__file__).parent / "recipes"
 
 
@@ -27,7 +31,7 @@ def find_recipe(name_or_path: str) -> Path:
     >>> find_recipe("dlrm_lazydp").name
     'dlrm_lazydp.yaml'
     """
-    if Path(name_or_path).is_file():
+    if _is_file(name_or_path):
         return Path(name_or_path)
     shipped = shipped_recipes()
     if name_or_path in shipped:
@@ -35,6 +39,62 @@ def find_recipe(name_or_path: str) -> Path:
     raise Refused(
         "Expected the path of a recipe or the name of one that comes with the package, found "
         f"{name_or_path!r}: there is no such file or name. {_suggest_names(name_or_path)}"
+    )
+
+
+def _is_file(name_or_path: str) -> bool:
+    try:
+        return Path(name_or_path).is_file()
+    except (OSError, ValueError):  # a name that is too long, or that holds a zero byte
+        return False
+
+
+def check_recipe_text(text: str) -> None:
+    """Refuse YAML that says a setting twice, or unfolds to more than any recipe has.
+
+    YAML takes the last of two settings without a word, and a few lines of references can stand for
+    billions of settings. What is no YAML at all is left to whoever reads it.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _size(root, {}, 0)
+    except yaml.YAMLError:
+        return
+    except RecursionError as error:
+        raise Refused(_too_much("settings inside of settings without end")) from error
+
+
+def _size(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
+    """Number of values that a node unfolds to. References count as often as they occur."""
+    if sizes.get(id(node)) == 0 or depth > _DEEPEST:
+        raise Refused(_too_much("settings that refer to themselves, or lie too deep"))
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = 0  # as long as it is being counted
+    size = 1
+    if isinstance(node, yaml.MappingNode):
+        names = [str(key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = [name for name in names if name != "<<" and names.count(name) > 1]
+        if twice:
+            raise Refused(
+                f"Expected each setting of a recipe once, found {twice[0][:40]!r} twice from line "
+                f"{node.start_mark.line + 1} on. Leave one of them out."
+            )
+        size += sum(_size(part, sizes, depth + 1) for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size(part, sizes, depth + 1) for part in node.value)
+    elif len(node.value) > _LONGEST:
+        raise Refused(_too_much(f"a value of {len(node.value):,} characters"))
+    if size > _LARGEST:
+        raise Refused(_too_much(f"more than {_LARGEST:,} values"))
+    sizes[id(node)] = size
+    return size
+
+
+def _too_much(found: str) -> str:
+    return (
+        f"Expected a recipe of a few settings, found {found}. Write them out, without references."
     )
 
 

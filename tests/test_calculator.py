@@ -102,9 +102,9 @@ def test_people_get_words(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--batch", "0"], "argument --batch: expected 1 or more, found 0"),
+        (["--batch", "0"], "argument --batch: expected a whole number of at least 1, found '0'"),
         (["--batch", "2000000"], "expected at most 1000000 examples"),
-        (["--delta", "2"], "argument --delta: expected between 0 and 1"),
+        (["--delta", "2"], "argument --delta: expected a number between 0 and 1"),
         (["--epsilon", "-1"], "argument --epsilon: expected more than 0"),
         (["--max-batch", "5", "--examples-per-user", "2"], "there is no accounting for both"),
     ],
@@ -250,7 +250,7 @@ def test_what_else_is_released_is_said(capsys: pytest.CaptureFixture[str]) -> No
         (["--mechanism", "none"], "argument --mechanism: invalid choice"),
         (["--mechanism", "exponentialselection"], "argument --set: ExponentialSelection: the"),
         (["--set", "width=3"], "argument --set: DPSGD: unrecognized arguments"),
-        (["--set", "chunk_rows=x"], "argument --set: DPSGD: Parser key"),
+        (["--set", "chunk_rows=x"], "argument --set: DPSGD: set.chunk_rows: expected int, found x"),
         (["--noise-ratio", "3"], "argument --noise-ratio: DPSGD has no such setting"),
         (["--mechanism", "adafest", "--noise-ratio", "-3"], "Expected noise_ratio > 0"),
         (["--mechanism", "adafest", "--set", "false_positives=2"], "argument --rows: expected"),

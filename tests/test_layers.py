@@ -14,6 +14,9 @@ PACKAGE = Path(__file__).parents[1] / "lightning_dpsparse"
 # A layer may import those to its left, and itself.
 ORDER = [
     "refused",
+    "checks",
+    "files",
+    "command_line",
     "versions",
     "hashing",
     "durable",

@@ -6,16 +6,26 @@ least noise whose epsilon meets a target.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 
+import numpy as np
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.privacy_accountant import UnsupportedEventError
 from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
-from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE, compose, losses_of
+from lightning_dpsparse.accounting.grid import TooManyPointsError
+from lightning_dpsparse.accounting.privacy_loss import (
+    COARSE,
+    FINE,
+    PrivacyLossDistribution,
+    compose,
+    losses_of,
+)
 from lightning_dpsparse.refused import Refused
 
 EventCounts = Sequence[tuple[DpEvent, int]]
@@ -23,6 +33,8 @@ EventCounts = Sequence[tuple[DpEvent, int]]
 
 _ORDERS = [*range(2, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 """Orders of the Renyi divergences that the cross-check takes the best of."""
+_COARSEST = 10.0
+"""Distance between losses on a grid that tells nothing any more."""
 TOLERANCE = 1e-4
 """Largest error of a calibrated noise multiplier. It is never on the side of too little noise."""
 
@@ -42,30 +54,62 @@ def epsilon_of(counts: EventCounts, delta: float, grid: float = FINE) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon_of(counts: tuple[tuple[DpEvent, int], ...], delta: float, grid: float) -> float:
-    total = compose([losses_of(event, count, grid) for event, count in counts], grid)
-    return math.inf if total is None else max(0.0, float(total.get_epsilon_for_delta(delta)))
+    total = _total_losses(counts, grid)
+    return math.inf if total is None else _epsilon_at(total, delta)
+
+
+def _total_losses(counts: EventCounts, grid: float) -> PrivacyLossDistribution | None:
+    """The loss of all events together; None if it has no finite bound.
+
+    Where the grid would have too many points, a coarser one is taken: epsilon is then in the
+    hundreds, and the bound is looser.
+    """
+    while grid < _COARSEST:
+        try:
+            return compose([losses_of(event, count, grid) for event, count in counts], grid)
+        except TooManyPointsError:
+            grid *= 8.0
+    return None
 
 
 def epsilons_of(counts: EventCounts, deltas: Sequence[float]) -> list[float]:
     """The least epsilon at each of several deltas."""
-    total = compose([losses_of(event, count) for event, count in counts])
+    total = _total_losses(counts, FINE)
     if total is None:
         return [math.inf] * len(deltas)
-    return [max(0.0, float(total.get_epsilon_for_delta(delta))) for delta in deltas]
+    return [_epsilon_at(total, delta) for delta in deltas]
+
+
+def _epsilon_at(total: PrivacyLossDistribution, delta: float) -> float:
+    with np.errstate(all="ignore"):  # far tails are rounded to zero
+        return max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 
 def rdp_epsilon_of(counts: EventCounts, delta: float) -> float | None:
     """Epsilon by Renyi divergences: a looser bound, by independent code, as a cross-check.
 
-    None if the accountant does not know some event.
+    None if the accountant does not know some event, or cannot compute it.
     """
     accountant = RdpAccountant(_ORDERS)
     try:
-        for event, count in counts:
-            accountant.compose(event, count)
-    except UnsupportedEventError:
+        with _quiet():
+            for event, count in counts:
+                accountant.compose(event, count)
+            return float(accountant.get_epsilon(delta))
+    except (UnsupportedEventError, ArithmeticError, ValueError):  # some numbers are too extreme
         return None
-    return float(accountant.get_epsilon(delta))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what the accountant says of rounding errors, a line for each of its orders."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def default_delta(num_units: int) -> float:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 import attr
+import numpy as np
+from dp_accounting import dp_event
 from dp_accounting.dp_event import (
     ComposedDpEvent,
     DpEvent,
@@ -23,8 +25,16 @@ from dp_accounting.dp_event import (
     SelfComposedDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
+from scipy.stats import binom
 
+from lightning_dpsparse.checks import check_kind, check_number, check_share, check_whole, shown
 from lightning_dpsparse.refused import Refused
+
+_EXACT = 1_000
+"""Most examples of a user for which the binomial coefficients fit into float64."""
+_DEEPEST = 20
+"""Most events inside of one another in a file."""
+_OTHER = "Take the ledger of another checkpoint of the run."
 
 
 @attr.s(frozen=True)
@@ -119,9 +129,13 @@ def poisson_examples_of_user(max_examples: int, rate: float, noise_multiplier: f
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     counts = range(max_examples + 1)
-    chances = [
-        math.comb(max_examples, n) * rate**n * (1.0 - rate) ** (max_examples - n) for n in counts
-    ]
+    if max_examples <= _EXACT:
+        chances = [
+            math.comb(max_examples, n) * rate**n * (1.0 - rate) ** (max_examples - n)
+            for n in counts
+        ]
+    else:
+        chances = binom.pmf(np.arange(max_examples + 1), max_examples, rate).tolist()
     return MixtureOfGaussiansDpEvent(
         float(noise_multiplier), tuple(float(count) for count in counts), tuple(chances)
     )
@@ -159,17 +173,71 @@ def event_to_data(event: DpEvent) -> dict[str, Any]:
 
 
 def event_from_data(data: Mapping[str, Any]) -> DpEvent:
-    """The event that `event_to_data` wrote. Classes come from modules of events only."""
-    if data["module_name"] not in ("dp_accounting.dp_event", __name__):
-        raise Refused(f"Expected an event of dp_accounting, found {data['module_name']!r}.")
-    cls: Any = globals().get(data["class_name"]) or _named(data["class_name"])
+    """The event that `event_to_data` wrote. Classes come from modules of events only.
+
+    Ledgers are handed around in files. Whatever else is found in one is refused.
+    """
+    try:
+        return _event(data, depth=0)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(
+            "Expected the description of a privacy event, found something else "
+            f"({type(error).__name__}). {_OTHER}"
+        ) from error
+
+
+def _event(data: Any, depth: int) -> DpEvent:
+    if not isinstance(data, Mapping) or depth > _DEEPEST:
+        raise Refused(f"Expected a privacy event by its fields, found {shown(data)}. {_OTHER}")
+    module, name = data.get("module_name"), data.get("class_name")
+    if module not in ("dp_accounting.dp_event", __name__):
+        raise Refused(f"Expected an event of dp_accounting, found {shown(module)}. {_OTHER}")
+    cls = globals().get(name) or getattr(dp_event, name, None) if isinstance(name, str) else None
+    if not isinstance(cls, type) or not issubclass(cls, DpEvent):
+        raise Refused(f"Expected the name of an event's class, found {shown(name)}. {_OTHER}")
     fields = {
-        key: _event_or_value(value)
+        key: _event_or_value(value, depth + 1)
         for key, value in data.items()
         if key not in ("module_name", "class_name")
     }
+    for key, value in fields.items():
+        _check_field(key, value)
     event: DpEvent = cls(**fields)
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        _check_mixture(event)
     return event
+
+
+def _check_field(name: str, value: Any) -> None:
+    """Refuse a number of an event that no event of this package has."""
+    if name in ("noise_multiplier", "standard_deviation"):
+        check_number(name, value, least=0, remedy=_OTHER)
+    elif name == "epsilon":
+        check_number(name, value, above=0, remedy=_OTHER)
+    elif name == "sampling_probability":
+        check_share(name, value, remedy=_OTHER)
+    elif name in ("count", "dataset_size", "truncated_batch_size"):
+        check_whole(name, value, remedy=_OTHER)
+    elif name == "event":
+        check_kind(name, value, DpEvent, remedy=_OTHER)
+    elif name == "events":
+        for part in value:
+            check_kind(name, part, DpEvent, remedy=_OTHER)
+
+
+def _check_mixture(event: MixtureOfGaussiansDpEvent) -> None:
+    shifts, chances = event.sensitivities, event.sampling_probs
+    check_number("standard_deviation", event.standard_deviation, above=0, remedy=_OTHER)
+    for shift, chance in zip(shifts, chances):
+        check_number("sensitivities", shift, least=0, remedy=_OTHER)
+        check_share("sampling_probs", chance, remedy=_OTHER)
+    if not 0 < len(shifts) == len(chances) or not max(shifts) > 0 or abs(sum(chances) - 1) > 1e-6:
+        raise Refused(
+            "Expected as many sensitivities as probabilities, which add up to one, found others. "
+            f"{_OTHER}"
+        )
 
 
 def describe_event(event: DpEvent) -> str:
@@ -214,15 +282,11 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value]
 
 
-def _event_or_value(value: Any) -> Any:
+def _event_or_value(value: Any, depth: int) -> Any:
     if isinstance(value, Mapping):
-        return event_from_data(value)
-    if isinstance(value, list):
-        return tuple(_event_or_value(v) for v in value)
+        return _event(value, depth)
+    if isinstance(value, (list, tuple)):
+        if depth > _DEEPEST:
+            raise Refused(f"Expected numbers or events in an event, found lists. {_OTHER}")
+        return tuple(_event_or_value(v, depth + 1) for v in value)
     return value
-
-
-def _named(name: str) -> Any:
-    from dp_accounting import dp_event
-
-    return getattr(dp_event, name)

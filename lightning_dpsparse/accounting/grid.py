@@ -16,7 +16,37 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+MOST_POINTS = 1 << 22
+"""Most points of a grid. More take minutes, and then more memory than there is."""
+
+_TAIL = 36.0  # log(2 / 1e-15)
+
 # K intervals between K + 1 points of the grid
+
+
+class TooManyPointsError(Exception):
+    """A grid would have more than `MOST_POINTS` points. A coarser one gives an upper bound too."""
+
+
+def check_points(count: float) -> None:
+    """Refuse to compute on so many points, before memory is asked for."""
+    if not count <= MOST_POINTS:
+        raise TooManyPointsError
+
+
+def points_after(pmf: PLDPmf, count: int) -> float:
+    """About how many points the loss of `count` runs has, whose single loss this is.
+
+    dp-accounting cuts the tails by Chernoff's bound, at orders t of 1 to 20 over the number of
+    points: (count log E exp(t (X - EX)) + log(2 / tail)) / t on either side. With the variance v of
+    the loss, log E exp(t (X - EX)) is about v t^2 / 2.
+    """
+    probabilities = np.asarray(pmf.to_dense_pmf()._probs)
+    places, total = np.arange(probabilities.size), max(float(probabilities.sum()), 1e-300)
+    mean = float(places @ probabilities) / total
+    variance = float(np.square(places - mean) @ probabilities) / total
+    order = np.arange(1, 21) / probabilities.size
+    return float(2.0 * np.min(count * variance * order / 2.0 + _TAIL / order))
 
 
 def both_ways(

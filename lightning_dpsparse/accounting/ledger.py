@@ -29,6 +29,7 @@ from lightning_dpsparse.accounting.calibration import (
 )
 from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.events import event_from_data, event_to_data
+from lightning_dpsparse.accounting.ledger_data import check_ledger_data
 from lightning_dpsparse.accounting.privacy_loss import FINE
 
 
@@ -180,6 +181,7 @@ class Ledger:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Ledger:
         """The ledger that `to_data` wrote, with or without the steps of its entries."""
+        check_ledger_data(data)
         counts, steps = [int(e["count"]) for e in data["entries"]], int(data["steps"])
         entries = [
             Entry(event_from_data(e["event"]), count, e["partition"], int(e.get("steps", spread)))

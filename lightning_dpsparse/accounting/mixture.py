@@ -13,12 +13,17 @@ import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.special import ndtr
 
-from lightning_dpsparse.accounting.grid import Array, both_ways
+from lightning_dpsparse.accounting.grid import Array, both_ways, check_points
 
 _FURTHEST = 10.5
 """Distance from the mean, in standard deviations, beyond which no output is looked at."""
 _NEVER = 1e-24
 """Probability that is taken for zero: that of an output beyond the distance above, about."""
+
+_ROUGH = 20_001
+"""Number of outputs at which the loss is computed first."""
+_FEW = 64
+"""Number of sensitivities up to which all of them are looked at."""
 
 # K intervals between the points of the grid, S sensitivities
 
@@ -31,7 +36,9 @@ def mixture_losses(
     The loss grows with the output x, so the losses between two points of the grid are those of an
     interval of x, whose mass is a difference of normal tails.
     """
+    sensitivities, probabilities = _without_tails(sensitivities, probabilities)
     shift_S, weight_S = np.array(sensitivities), np.array(probabilities)
+    check_points(_ROUGH * shift_S.size)
 
     def loss(x: Array) -> tuple[Array, Array]:
         """The loss at outputs x, and its derivative with respect to x."""
@@ -39,9 +46,10 @@ def mixture_losses(
         total = term.sum(1)
         return np.log(total), (term @ shift_S) / total / stddev**2
 
-    x = np.linspace(-_FURTHEST * stddev, shift_S.max() + _FURTHEST * stddev, 20_001)
+    x = np.linspace(-_FURTHEST * stddev, shift_S.max() + _FURTHEST * stddev, _ROUGH)
     x = x[: int(np.argmax(ndtr((shift_S - x[:, None]) / stddev) @ weight_S < _NEVER)) + 1]
     coarse = loss(x)[0]
+    check_points((coarse[-1] - coarse[0]) / grid * shift_S.size)
     first, last = math.floor(coarse[0] / grid), math.ceil(coarse[-1] / grid)
     at = np.arange(first, last + 1) * grid
     x = np.interp(at, coarse, x)
@@ -54,6 +62,25 @@ def mixture_losses(
     p_K = np.sum([w * part[0] for w, part in zip(weight_S, parts)], axis=0)
     p_above = float(sum(w * part[1] for w, part in zip(weight_S, parts)))
     return both_ways(first, p_K, q_K, p_above, q_above, grid)
+
+
+def _without_tails(
+    sensitivities: Sequence[float], probabilities: Sequence[float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """The same mixture, with the unlikely sensitivities at either end moved up into one.
+
+    A unit that moves the sum further loses more, so this overstates the loss.
+    """
+    if len(sensitivities) <= _FEW:
+        return sensitivities, probabilities
+    order = np.argsort(sensitivities)
+    shift_S, weight_S = np.asarray(sensitivities)[order], np.asarray(probabilities)[order]
+    low = int(np.argmax(np.cumsum(weight_S) > _NEVER))
+    high = int(weight_S.size - 1 - np.argmax(np.cumsum(weight_S[::-1]) > _NEVER))
+    shifts = [*shift_S[low : high + 1].tolist(), float(shift_S[-1])]
+    weights = [*weight_S[low : high + 1].tolist(), float(weight_S[high + 1 :].sum())]
+    weights[0] += float(weight_S[:low].sum())
+    return shifts, weights
 
 
 def _between(x: Array) -> tuple[Array, float]:

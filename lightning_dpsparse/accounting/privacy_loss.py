@@ -27,7 +27,13 @@ from dp_accounting.pld import privacy_loss_distribution as builders
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from lightning_dpsparse.accounting.events import ExponentialDpEvent, GumbelDpEvent
-from lightning_dpsparse.accounting.grid import Array, both_ways, from_losses
+from lightning_dpsparse.accounting.grid import (
+    Array,
+    both_ways,
+    check_points,
+    from_losses,
+    points_after,
+)
 from lightning_dpsparse.accounting.mixture import mixture_losses
 from lightning_dpsparse.refused import Refused
 
@@ -43,9 +49,26 @@ _LEAST_NOISE = 0.1
 """Least noise multiplier of a step on a sample that is computed. With less noise epsilon is in the
 hundreds, protects nobody, and takes minutes to compute. It is reported as infinite, which is an
 upper bound too."""
-_LEAST_OF_USER = 0.03
+_LEAST_OF_USER = 0.036
 """The same where users are protected: the noise over the most that all examples of a user can move
 the sum, in the rare case that all are drawn at once."""
+_MOST_NOISE = 1e6
+"""Noise multiplier beyond which more noise is charged as this much: what it costs is lost in
+rounding."""
+_LEAST_RATE = 1e-15
+"""Sampling rate over the noise multiplier below which it is charged as this much."""
+_LARGE = 700.0
+"""Largest epsilon of one choice that is computed: float64 holds no larger exponential."""
+_FAR = 300.0
+"""Loss beyond which one is nothing beside its exponential."""
+_MOST_RUNS = 10**9
+"""Number of runs beyond which rounding errors, which grow with it, could hide the loss."""
+_SLOW = 2.0
+"""How much longer dp-accounting takes for a point, about."""
+_MANY = 1_000
+"""Number of runs from which on losses are composed at all points of the grid."""
+_WIDTH = 21.0
+"""Distance, in standard deviations, between the lowest and the highest loss that count."""
 _LEAST_GAUSSIAN = 0.02
 """Least noise multiplier of all steps together without sampling, which is quicker to compute."""
 
@@ -60,12 +83,25 @@ def losses_of(event: DpEvent, count: int = 1, grid: float = FINE) -> PrivacyLoss
         return compose([losses_of(one, count, grid) for one in event.events], grid)
     if isinstance(event, GaussianDpEvent) and event.noise_multiplier:
         # The sum of Gaussian losses is the loss of one Gaussian, exactly: nothing is convolved.
-        deviation = event.noise_multiplier / math.sqrt(count)
+        deviation = _bounded(event.noise_multiplier) / math.sqrt(count)
         if deviation < _LEAST_GAUSSIAN:
             return None
-        return builders.from_gaussian_mechanism(deviation, value_discretization_interval=grid)
-    once = _losses_once(event, grid)
-    return once if once is None or count == 1 else once.self_compose(count)
+        check_points(_SLOW * _WIDTH / deviation / grid)
+        with np.errstate(all="ignore"):
+            return builders.from_gaussian_mechanism(deviation, value_discretization_interval=grid)
+    with np.errstate(all="ignore"):  # far tails are rounded to zero, or to infinity
+        once = _losses_once(event, grid)
+    if once is None or count == 1:
+        return once
+    if count > _MOST_RUNS:
+        return None
+    for pmf in (once._pmf_remove, once._pmf_add):
+        check_points(points_after(pmf, count))
+    if count > _MANY:  # dp-accounting would go through them one by one if there are few losses
+        once = PrivacyLossDistribution(
+            once._pmf_remove.to_dense_pmf(), once._pmf_add.to_dense_pmf()
+        )
+    return once.self_compose(count)
 
 
 def compose(
@@ -76,32 +112,43 @@ def compose(
     for part in parts:
         if part is None or total is None:
             return None
+        check_points(total._pmf_remove.size + part._pmf_remove.size)
         total = total.compose(part)
     return total
 
 
 def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
-    if isinstance(event, NonPrivateDpEvent):
+    if isinstance(event, (NonPrivateDpEvent, GaussianDpEvent)):  # of no noise: see above
+        return None
+    if isinstance(event, (GumbelDpEvent, ExponentialDpEvent)) and event.epsilon > _LARGE:
+        return None
+    if isinstance(event, LaplaceDpEvent) and event.noise_multiplier * _LARGE < 1.0:
         return None
     if isinstance(event, GumbelDpEvent):
         return _gumbel(event.epsilon, grid)
     if isinstance(event, ExponentialDpEvent):
         return _exponential(event.epsilon, grid)
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
+        if event.noise_multiplier < _LEAST_NOISE:
+            return None
+        if event.sampling_probability == 0:
+            return losses_of(NoOpDpEvent(), grid=grid)
+        noise = _bounded(event.noise_multiplier)
         return builders.from_truncated_subsampled_gaussian_mechanism(
             event.dataset_size,
             event.sampling_probability,
-            event.truncated_batch_size,
-            event.noise_multiplier,
+            min(event.truncated_batch_size, event.dataset_size),
+            noise,
             value_discretization_interval=grid,
         )
     if isinstance(event, MixtureOfGaussiansDpEvent):
-        if event.standard_deviation < _LEAST_OF_USER * max(event.sensitivities):
+        furthest = max(event.sensitivities)
+        if event.standard_deviation < _LEAST_OF_USER * furthest:
             return None
-        return mixture_losses(
-            event.standard_deviation, event.sensitivities, event.sampling_probs, grid
-        )
-    if isinstance(event, LaplaceDpEvent) and event.noise_multiplier:
+        deviation = min(event.standard_deviation, _MOST_NOISE * furthest)
+        return mixture_losses(deviation, event.sensitivities, event.sampling_probs, grid)
+    if isinstance(event, LaplaceDpEvent):
+        check_points(2.0 / event.noise_multiplier / grid)
         return builders.from_laplace_mechanism(
             event.noise_multiplier, value_discretization_interval=grid
         )
@@ -112,10 +159,19 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
         if isinstance(inner, GaussianDpEvent) and inner.noise_multiplier:
             if inner.noise_multiplier < _LEAST_NOISE:
                 return None
-            return mixture_losses(inner.noise_multiplier, (0.0, 1.0), (1.0 - rate, rate), grid)
+            noise = _bounded(inner.noise_multiplier)
+            rate = max(rate, noise * _LEAST_RATE)
+            return mixture_losses(noise, (0.0, 1.0), (1.0 - rate, rate), grid)
         whole = losses_of(inner, grid=grid)
         return None if whole is None else poisson_subsampled(whole, rate)
-    raise Refused(f"Expected an event with a known loss, found {event}.")
+    raise Refused(
+        f"Expected an event with a known loss, found {type(event).__name__}. Take the ledger of a "
+        "run of this version."
+    )
+
+
+def _bounded(noise_multiplier: float) -> float:
+    return min(float(noise_multiplier), _MOST_NOISE)
 
 
 def _nothing() -> Any:
@@ -138,7 +194,10 @@ def poisson_subsampled(whole: PrivacyLossDistribution, rate: float) -> PrivacyLo
     without_unit = with_unit * np.exp(-loss)
     without_unit[0] += 1.0 - float(without_unit.sum())  # the mass of all losses below the first
     mixed = (1.0 - rate) * without_unit + rate * with_unit
-    remove = from_losses(np.log1p(rate * np.expm1(loss)), mixed, rate * never, grid)
+    # log(1 - q + q e^l), in a form that does not overflow where l is large.
+    large = loss + np.log(rate + (1.0 - rate) * np.exp(-np.maximum(loss, 0.0)))
+    sampled = np.where(loss > _FAR, large, np.log1p(rate * np.expm1(np.minimum(loss, _FAR))))
+    remove = from_losses(sampled, mixed, rate * never, grid)
 
     loss, mass, never = _table(whole._pmf_add)
     shrunk: Array = -np.log1p(rate * np.expm1(-loss))
@@ -170,6 +229,7 @@ def _table(pmf: Any) -> tuple[Array, Array, float]:
 def _gumbel(epsilon: float, grid: float) -> PrivacyLossDistribution:
     """Loss -e + (exp(e) - 1) E with E ~ Exp(1) under P, and Exp with mean exp(-e) under Q."""
     furthest = 45.0  # E exceeds this with a probability below 1e-19
+    check_points(math.exp(epsilon) * furthest / grid)
     first = math.floor(-epsilon / grid)
     last = math.ceil((math.expm1(epsilon) * furthest - epsilon) / grid)
     at = np.arange(first, last + 1) * grid
@@ -187,6 +247,7 @@ def _exponential(epsilon: float, grid: float) -> PrivacyLossDistribution:
     (sqrt(A / a) - 1) / (A - 1) under Q, where A = exp(e), a = exp(x): it dominates them all.
     Reference for the two values: Dong, Durfee and Rogers 2020 (arXiv:1909.13830).
     """
+    check_points(2.0 * epsilon / grid)
     first, last = math.floor(-epsilon / grid), math.ceil(epsilon / grid)
     x = np.clip(np.arange(first, last + 1) * grid, -epsilon, epsilon)
     p = -np.exp(epsilon) * np.expm1((x - epsilon) / 2) / math.expm1(epsilon)

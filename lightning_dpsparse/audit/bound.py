@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
+from lightning_dpsparse.checks import check_number, shown
+from lightning_dpsparse.refused import Refused
+
 CONFIDENCE = 0.95
 GUESSED = (0.001, 0.003, 0.01, 0.1, 1.0)
 """Shares of the canaries that the attacker guesses, surest first. They are fixed before any run."""
@@ -37,6 +40,13 @@ def p_value(
     >>> p_value(0.0, 0.0, num_canaries=10, num_guesses=3, num_right=3)
     0.125
     """
+    check_number("epsilon", epsilon, least=0)
+    check_number("delta", delta, least=0, below=1)
+    if not 0 <= num_right <= num_guesses <= num_canaries:
+        raise Refused(
+            "Expected no more right guesses than guesses, and no more guesses than canaries, found "
+            f"{shown(num_right)}, {shown(num_guesses)} and {shown(num_canaries)}. Count them again."
+        )
     if num_guesses == 0:
         return 1.0
     q = 1.0 / (1.0 + math.exp(-epsilon))
@@ -58,6 +68,8 @@ def lower_bound(
     >>> round(bound, 2)
     3.49
     """
+
+    check_number("confidence", confidence, above=0, below=1, remedy="The default is 0.95.")
 
     def is_ruled_out(epsilon: float) -> bool:
         found = p_value(
@@ -104,7 +116,15 @@ def measure(
     Guarantees: the bound holds with the confidence given for all attacks and numbers of guesses
     together (each gets its share of the error), so the best may be picked.
     """
+    check_number("confidence", confidence, above=0, below=1, remedy="The default is 0.95.")
+    check_number("delta", delta, least=0, below=1)
     num_canaries = len(is_included_M)
+    for attack, score_M in scores.items():
+        if len(score_M) != num_canaries or np.isnan(score_M).any():
+            raise Refused(
+                f"Expected a score of every canary for {attack!r}, found another number of them, "
+                "or some that are no numbers. Give each canary one."
+            )
     counts = sorted({2 * round(share * num_canaries / 2) for share in guessed} - {0})
     tries = len(scores) * len(counts)
     best = Measured(0.0, "", 0, 0)

@@ -26,6 +26,8 @@ Ints = NDArray[np.int64]
 
 CANARY = "canary"
 """Name of the feature that holds a canary's number; other examples have an empty bag there."""
+MOST_CANARIES = 100_000_000
+"""Most canaries, copies or references of an audit: they are held in memory."""
 _MARK = "An audit put canaries into the training data: the model is for study."
 
 # B examples, E extra examples, F features

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 
 from lightning_dpsparse import report
 from lightning_dpsparse.audit.bound import CONFIDENCE
-from lightning_dpsparse.audit.canaries import auditable
+from lightning_dpsparse.audit.canaries import MOST_CANARIES, auditable
 from lightning_dpsparse.audit.one_run import one_run_audit
 from lightning_dpsparse.audit.secret_sharer import REPEATS, SecretSharer
+from lightning_dpsparse.command_line import (
+    CommandParser,
+    probability,
+    some_path,
+    whole_number,
+)
 from lightning_dpsparse.plugin.callbacks import private_run
 from lightning_dpsparse.recipe import RecipeCLI, recipe_session
 
@@ -29,7 +35,7 @@ def run_audit(argv: list[str]) -> None:
     """Run `lightning-dpsparse audit`. Options that the parser does not know go to the recipe."""
     options, overrides = _parser().parse_known_args(argv)
     if options.report is not None:
-        report.read(options.report)  # refuses a folder without a report before it trains
+        report.render(report.read(options.report))  # before it trains
     with recipe_session():
         cli = RecipeCLI(run=False, args=["--config", options.config, *overrides])
         options.audit(cli, options)
@@ -67,7 +73,7 @@ def _secret_sharer(cli: RecipeCLI, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse audit",
         description="Train a recipe with canaries in its data, and measure what the model tells "
         "about them. Settings of the recipe may follow, as with fit: --trainer.max_steps 10.",
@@ -84,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(one_run, "audit_one_run")
     one_run.add_argument(
         "--canaries",
-        type=_at_least(2),
+        type=whole_number(2, MOST_CANARIES),
         help="how many canaries there are (default: 100,000, or 2,000 with --black-box)",
     )
     one_run.add_argument(
@@ -94,18 +100,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     one_run.add_argument(
         "--confidence",
-        type=_confidence,
+        type=probability,
         default=CONFIDENCE,
         help="probability with which the lower bound holds (default: %(default)s)",
     )
     one_run.add_argument(
         "--seed",
-        type=_at_least(0),
+        type=whole_number(0),
         help="seed of the coins and the canaries, never of the noise (default: a fresh one)",
     )
     one_run.add_argument(
         "--report",
-        type=Path,
+        type=some_path,
         metavar="RUN_DIR",
         help="add the result to the privacy report in this folder too",
     )
@@ -125,20 +131,20 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sharer.add_argument(
         "--canaries",
-        type=_at_least(1),
+        type=whole_number(1, MOST_CANARIES),
         default=50,
         help="how many canaries there are for each number of repeats (default: %(default)s)",
     )
     sharer.add_argument(
         "--references",
-        type=_at_least(2),
+        type=whole_number(2, MOST_CANARIES),
         default=16384,
         help="how many random examples are kept out of the data, to compare with "
         "(default: %(default)s)",
     )
     sharer.add_argument(
         "--seed",
-        type=_at_least(0),
+        type=whole_number(0),
         default=0,
         help="seed of the canaries and the references (default: %(default)s)",
     )
@@ -154,33 +160,5 @@ def _add_config(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-# Argparse prints the message of an ArgumentTypeError, and the name of the function otherwise.
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}, found {text!r}"
-            )
-        return number
-
-    return parse
-
-
-def _confidence(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0.0 < number < 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
-    return number
-
-
 def _repeats(text: str) -> Sequence[int]:
-    return [_at_least(1)(word) for word in text.split(",")]
+    return [whole_number(1)(word) for word in text.split(",")]

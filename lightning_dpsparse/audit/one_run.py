@@ -27,8 +27,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
 from lightning_dpsparse.audit.bound import CONFIDENCE, Measured, measure
-from lightning_dpsparse.audit.canaries import CANARY, auditable, insert_canaries, mark_as_audited
+from lightning_dpsparse.audit.canaries import (
+    CANARY,
+    MOST_CANARIES,
+    auditable,
+    insert_canaries,
+    mark_as_audited,
+)
 from lightning_dpsparse.audit.example_losses import losses_on_examples
+from lightning_dpsparse.checks import check_flag, check_number, check_whole
 from lightning_dpsparse.data.batch import ClickData, Clicks
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.callbacks import private_run
@@ -193,11 +200,12 @@ def one_run_audit(
     Guarantees: for a run that is as private as it claims, the measured epsilon is above the claim
     with probability at most 1 - confidence.
     """
-    if num_canaries < 2 or not 0.0 < confidence < 1.0:
-        raise Refused(
-            "Expected num_canaries of at least 2 and confidence between 0 and 1, found "
-            f"{num_canaries} and {confidence}."
-        )
+    expected = "num_canaries of at least 2 and confidence between 0 and 1"
+    check_whole("num_canaries", num_canaries, 2, MOST_CANARIES, expected=expected)
+    check_number("confidence", confidence, above=0, below=1, expected=expected)
+    check_flag("is_white_box", is_white_box)
+    if seed is not None:
+        check_whole("seed", seed, 0, remedy="Or leave it out.")
     plan = _strategy(trainer).privacy
     if plan is None:
         raise Refused(

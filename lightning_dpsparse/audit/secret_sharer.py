@@ -19,9 +19,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_dpsparse.audit.canaries import auditable, insert_canaries, mark_as_audited
+from lightning_dpsparse.audit.canaries import (
+    MOST_CANARIES,
+    auditable,
+    insert_canaries,
+    mark_as_audited,
+)
 from lightning_dpsparse.audit.example_losses import losses_on_examples
 from lightning_dpsparse.audit.exposure import exposure_by_fit, exposure_by_rank
+from lightning_dpsparse.checks import check_path, check_whole, check_whole_list, shown
 from lightning_dpsparse.data.batch import Clicks, select
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import add_exposures
@@ -56,6 +62,11 @@ def exposures(
     reference_R: NDArray[np.float64],
 ) -> list[Exposure]:
     """The exposure for each number of repeats, from the losses of canaries and of references."""
+    if not (np.isfinite(canary_C).all() and np.isfinite(reference_R).all()):
+        raise Refused(
+            "Expected a finite loss on every canary and reference, found others: the model has "
+            "diverged. Lower the learning rate."
+        )
     by_rank_C = exposure_by_rank(canary_C, reference_R)
     by_fit_C = exposure_by_fit(canary_C, reference_R)
     found = []
@@ -99,13 +110,19 @@ class SecretSharer(Callback):
         seed: int = 0,
         folder: str | None = None,
     ) -> None:
-        least = min(repeats, default=0)
-        if least < 1 or canaries_per_repeat < 1 or references < 2 or seed < 0:
+        check_whole_list("repeats", repeats, remedy="Give a list of numbers of copies.")
+        if not repeats:
+            raise Refused("Expected at least one number of repeats, found none. Give a list.")
+        check_whole("canaries_per_repeat", canaries_per_repeat, most=MOST_CANARIES)
+        check_whole("references", references, 2, MOST_CANARIES)
+        check_whole("seed", seed, 0)
+        if folder is not None:
+            check_path("folder", folder)
+        if sum(repeats) * canaries_per_repeat > MOST_CANARIES:
             raise Refused(
-                "Expected at least one number of repeats, repeats and canaries_per_repeat of at "
-                "least 1, references of at least 2 and a seed of at least 0, found repeats "
-                f"{list(repeats)}, canaries_per_repeat {canaries_per_repeat}, references "
-                f"{references} and seed {seed}."
+                f"Expected at most {MOST_CANARIES:,} copies of canaries in all, found "
+                f"{canaries_per_repeat:,} canaries for each of repeats {shown(repeats)}. Lower "
+                "one of them."
             )
         self.repeats_C = np.repeat(np.array(sorted(repeats)), canaries_per_repeat)
         self.references, self.seed, self.folder = references, seed, folder

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 from lightning_dpsparse import report
 from lightning_dpsparse.calculator import words
 from lightning_dpsparse.calculator.options import add_run
+from lightning_dpsparse.command_line import CommandParser, positive_number, some_path
 from lightning_dpsparse.refused import Refused
 
 # The heavy parts are imported in the commands: `--help` and `report` need not wait for them.
@@ -16,17 +15,15 @@ from lightning_dpsparse.refused import Refused
 
 def calibrate_main(argv: list[str]) -> None:
     """From epsilon to noise."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse calibrate",
         description="Find the least noise multiplier (standard deviation over clip norm) for a "
         "target epsilon, and what other batch sizes would need.",
     )
-    parser.add_argument("--epsilon", type=float, required=True, help="the target")
+    parser.add_argument("--epsilon", type=positive_number, required=True, help="the target")
     add_run(parser)
     parser.add_argument("--no-table", action="store_true", help="leave out other batch sizes")
     options = parser.parse_args(argv)
-    if not options.epsilon > 0:
-        parser.error(f"argument --epsilon: expected more than 0, found {options.epsilon}")
 
     from lightning_dpsparse.calculator import answers
     from lightning_dpsparse.calculator.questions import asked
@@ -41,20 +38,15 @@ def calibrate_main(argv: list[str]) -> None:
 
 def account_main(argv: list[str]) -> None:
     """From noise to epsilon."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse account",
         description="Find what a run costs: epsilon at delta, by privacy loss distributions, with "
         "Renyi accounting as a cross-check.",
     )
-    parser.add_argument(
-        "--noise-multiplier", type=float, required=True, help="standard deviation over clip norm"
-    )
+    noise = "standard deviation over clip norm"
+    parser.add_argument("--noise-multiplier", type=positive_number, required=True, help=noise)
     add_run(parser)
     options = parser.parse_args(argv)
-    if not options.noise_multiplier > 0:
-        parser.error(
-            f"argument --noise-multiplier: expected more than 0, found {options.noise_multiplier}"
-        )
 
     from lightning_dpsparse.calculator import answers
     from lightning_dpsparse.calculator.questions import asked
@@ -65,14 +57,20 @@ def account_main(argv: list[str]) -> None:
 
 def report_main(argv: list[str]) -> None:
     """Show the newest privacy report of a run."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lightning-dpsparse report",
         description="Print what a run's privacy report says, and draw its page anew.",
     )
-    parser.add_argument("run_dir", type=Path, help="the folder of a run's logs, or a checkpoint")
+    parser.add_argument(
+        "run_dir", type=some_path, help="the folder of a run's logs, or a checkpoint"
+    )
     parser.add_argument("--json", action="store_true", help="print the facts, for programs")
     options = parser.parse_args(argv)
-    found = sorted(options.run_dir.rglob(report.JSON_NAME), key=lambda p: p.stat().st_mtime)
+    try:
+        files = [path for path in options.run_dir.rglob(report.JSON_NAME) if path.is_file()]
+    except OSError:  # a name that is too long, and the like
+        files = []
+    found = sorted(files, key=lambda path: path.stat().st_mtime)
     if not found:
         raise Refused(
             f"Expected {report.JSON_NAME} in {options.run_dir} or below, found none. Every "
@@ -80,5 +78,11 @@ def report_main(argv: list[str]) -> None:
         )
     folder = found[-1].parent
     facts = report.read(folder)
-    report.write(facts, folder)
+    try:
+        report.write(facts, folder)
+    except OSError as error:
+        raise Refused(
+            f"Expected a folder that can be written to, to draw the page anew, found that "
+            f"{str(folder)!r} cannot be ({error.strerror}). Copy the report to another folder."
+        ) from error
     print(json.dumps(facts, indent=2) if options.json else words.reported_text(facts, folder))

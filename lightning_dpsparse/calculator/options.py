@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 
+from lightning_dpsparse.command_line import probability, whole_number
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
 
 MECHANISMS = {name.lower(): name for name in TABLE_MECHANISMS}
 """Names on the command line, with the public names behind them."""
+
+_MOST, _MOST_STEPS, _MOST_FEATURES, _MOST_DAYS = 10**15, 10**12, 1_000_000, 100_000
 
 _EXAMPLES_OF_SETTINGS = """settings of a mechanism, by the names that a recipe uses:
   --mechanism adafest --set noise_ratio=5 --set false_positives=100 --rows 1000000
@@ -26,10 +29,29 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES_OF_SETTINGS
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--examples", type=int, required=True, help="number of units that the data has")
-    add("--batch", type=int, required=True, help="expected batch size, over all ranks")
-    add("--steps", type=int, required=True, help="number of optimizer steps")
-    add("--delta", type=float, help="default: 1 / (10 examples), rounded down to a power of ten")
+    add(
+        "--examples",
+        type=whole_number(1, _MOST),
+        required=True,
+        help="number of units that the data has",
+    )
+    add(
+        "--batch",
+        type=whole_number(1, _MOST),
+        required=True,
+        help="expected batch size, over all ranks",
+    )
+    add(
+        "--steps",
+        type=whole_number(1, _MOST_STEPS),
+        required=True,
+        help="number of optimizer steps",
+    )
+    add(
+        "--delta",
+        type=probability,
+        help="default: 1 / (10 examples), rounded down to a power of ten",
+    )
     add("--mechanism", choices=MECHANISMS, default="dpsgd", help="default: %(default)s")
     setting = "a setting of the mechanism, which may be given several times; see below"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=setting)
@@ -37,9 +59,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--noise-ratio", type=float, metavar="R", help=ratio)
     add("--map-clip-norm", type=float, metavar="C1", help="the same as --set map_clip_norm=C1")
     rows = "number of rows of all tables, to choose thresholds by and to see what they do"
-    add("--rows", type=int, help=rows)
+    add("--rows", type=whole_number(1, _MOST), help=rows)
     features = "number of rows that an example reads, over all tables (default: %(default)s)"
-    add("--features", type=int, default=26, help=features)
+    add("--features", type=whole_number(1, _MOST_FEATURES), default=26, help=features)
     sampling = "how batches are made, as in the privacy plan (default: %(default)s)"
     kinds = ["poisson", "fixed_order", "unamplified"]
     add("--sampling", choices=kinds, default="poisson", help=sampling)
@@ -50,5 +72,5 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     draw += "--examples and --batch then count users (default: %(default)s)"
     add("--draw", choices=["examples", "users"], default="examples", help=draw)
     days = "train on D days of equal size, one after the other, where each unit lives in one day"
-    add("--days", type=int, default=1, metavar="D", help=days)
+    add("--days", type=whole_number(1, _MOST_DAYS), default=1, metavar="D", help=days)
     add("--json", action="store_true", help="print for programs")

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning_dpsparse.accounting.calibration import default_delta, delta_warning
 from lightning_dpsparse.accounting.privacy_loss import FINE
 from lightning_dpsparse.calculator.options import MECHANISMS
+from lightning_dpsparse.command_line import in_one_line
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
@@ -94,19 +95,16 @@ class Question:
 
 def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Question:
     """The run that the options describe. What cannot be meant ends the command with a message."""
-    for name in ("examples", "batch", "steps", "days", "features"):
-        if getattr(options, name) < 1:
-            parser.error(f"argument --{name}: expected 1 or more, found {getattr(options, name)}")
     if options.batch > options.examples:
-        parser.error(f"argument --batch: expected at most {options.examples} examples")
+        parser.error(
+            f"argument --batch: expected at most {options.examples} examples, found {options.batch}"
+        )
     if options.batch > options.examples // options.days:
         parser.error(
             f"argument --batch: expected at most the {options.examples // options.days} examples "
             f"of one of {options.days} days, found {options.batch}"
         )
     delta = default_delta(options.examples) if options.delta is None else options.delta
-    if not 0 < delta < 1:
-        parser.error(f"argument --delta: expected between 0 and 1, found {delta}")
     per_user = options.examples_per_user
     if options.max_batch is not None and per_user is not None and options.draw == "examples":
         parser.error("--max-batch and --examples-per-user: there is no accounting for both")
@@ -154,12 +152,16 @@ def _mechanism(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         settings.append(f"{field_name}={value!r}")
     if known.issuperset(_THRESHOLDS) and not _names(options) & set(_THRESHOLDS):
         settings.append("threshold=0.0")
+    given = [setting.partition("=")[0] for setting in settings]
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        parser.error(f"argument --set: expected each setting once, found {twice} several times")
     reader = ArgumentParser(exit_on_error=False)
     reader.add_class_arguments(kind, "set")
     try:
         read = reader.parse_args([f"--set.{setting}" for setting in settings])
     except ArgumentError as error:
-        parser.error(f"argument --set: {name}: {' '.join(str(error).split())}")
+        parser.error(f"argument --set: {name}: {in_one_line(str(error))}")
     made: Mechanism = reader.instantiate_classes(read).set
     return made
 
@@ -172,8 +174,8 @@ def _names(options: argparse.Namespace) -> set[str]:
 def _tables(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Table, ...]:
     """One table with all rows and features: no price depends on how tables share them."""
     if options.rows is None and "false_positives" in _names(options):
-        parser.error("argument --rows: expected a number, by which false_positives are counted")
-    if options.rows is not None and options.rows < 1:
-        parser.error(f"argument --rows: expected 1 or more, found {options.rows}")
+        parser.error(
+            "argument --rows: expected a number, by which false_positives are counted, found none"
+        )
     features = tuple(f"feature {i}" for i in range(options.features))
     return (Table("all tables", options.rows or 1, features),)

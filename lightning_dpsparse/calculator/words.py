@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dpsparse import report
+from lightning_dpsparse.refused import spell_out
 
 _SAMPLING = {
     "fixed_order": "data in fixed order without amplification",
@@ -58,16 +59,18 @@ def reported_text(facts: dict[str, Any], folder: Path) -> str:
     """What a privacy report says, in short."""
     guarantee, ran = facts["guarantee"], facts["ran"]
     epsilon = math.inf if guarantee["epsilon"] is None else guarantee["epsilon"]
+    delta = "none" if guarantee["delta"] is None else f"{guarantee['delta']:g}"
     lines = [
         guarantee["sentence"],
-        f"epsilon {epsilon:.4g} at delta {guarantee['delta']:g}; unit: {guarantee['unit']}; "
+        f"epsilon {epsilon:.4g} at delta {delta}; unit: {guarantee['unit']}; "
         f"{guarantee['adjacency']}",
         f"{ran['mechanism']}, noise multiplier {ran['noise_multiplier']:.4g}, {ran['steps']:,} "
         f"steps charged ({ran['steps_lost']:,} of them lost)",
         *(f"taint: {taint}" for taint in facts["taints"]),
         f"page: {folder / report.HTML_NAME}",
     ]
-    return "\n".join(lines)
+    # A report may come from anybody: no text of it may end a line, or steer the terminal.
+    return "\n".join(spell_out(line) for line in lines)
 
 
 def _sampling(answer: dict[str, Any]) -> str:

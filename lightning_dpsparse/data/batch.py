@@ -22,7 +22,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.refused import Refused
+
+_MOST_WORKERS = 4096
 
 # B examples, F categorical features, L ids in all bags together
 
@@ -144,8 +147,8 @@ class ClickData(LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise Refused(f"Expected batch_size of at least 1, found {batch_size}.")
+        check_whole("batch_size", batch_size, expected="batch_size of at least 1")
+        check_whole("num_workers", num_workers, 0, _MOST_WORKERS, remedy="The default is 0.")
         self.batch_size, self.num_workers = batch_size, num_workers
 
     @staticmethod

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_number, check_path, check_whole
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks, collate
-from lightning_dpsparse.data.ratings import Ratings, read_ratings
+from lightning_dpsparse.data.ratings import Ratings, check_num_items, read_ratings
 from lightning_dpsparse.hashing import mix, salt, unit
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.units import Ints
@@ -30,6 +31,8 @@ from lightning_dpsparse.sampling.units import Ints
 # N watches, U users (U1: one more), T watches of a user, B examples, L ids in all bags
 
 FEATURES = ("context", "label")
+
+_MOST_WATCHES, _MOST_WINDOWS, _MOST_SEED = 2**31, 2**20, 2**128
 
 # Purposes of hash words and of generators. No two kinds of draws share one.
 _SPLIT, _WINDOW, _SYNTHETIC = range(3)
@@ -72,8 +75,7 @@ class Timelines:
 
         Guarantees: on which side a user is depends on no other user and on no seed.
         """
-        if not 0 < train_share < 1:
-            raise Refused(f"Expected train_share between 0 and 1, found {train_share}.")
+        check_number("train_share", train_share, above=0, below=1, remedy="The default is 0.8.")
         trains_U = unit(mix(self.users_U.astype(np.uint64) ^ salt(_SPLIT))) < train_share
         return self.only(trains_U), self.only(~trains_U)
 
@@ -107,11 +109,7 @@ class MovieLensWindows(ClickDataset):
         examples_per_user: int | None = None,
         seed: int = 0,
     ) -> None:
-        if context_length < 1 or (examples_per_user is not None and examples_per_user < 1):
-            raise Refused(
-                f"Expected context_length and examples_per_user of at least 1, found "
-                f"{context_length} and {examples_per_user}. None takes all windows."
-            )
+        _check_windows(context_length, examples_per_user, seed)
         self.num_rows = [timelines.num_items] * len(FEATURES)
         self.context_length, self.seed = context_length, seed
         self.examples_per_user = examples_per_user
@@ -176,6 +174,22 @@ def _watches(length_B: Ints, ids_L: Ints) -> Clicks:
     )
 
 
+def _check_windows(context_length: int, examples_per_user: int | None, seed: int) -> None:
+    expected = "context_length and examples_per_user of at least 1"
+    check_whole("context_length", context_length, most=_MOST_WINDOWS, expected=expected)
+    if examples_per_user is not None:
+        remedy = "None takes all windows."
+        check_whole(
+            "examples_per_user",
+            examples_per_user,
+            1,
+            _MOST_WINDOWS,
+            expected=expected,
+            remedy=remedy,
+        )
+    check_whole("seed", seed, 0, _MOST_SEED)
+
+
 class WatchData(ClickData, ABC):
     """Batches of `context` and `label`: some users to train on, the others to validate and test on.
 
@@ -202,6 +216,9 @@ class WatchData(ClickData, ABC):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        for examples in (examples_per_user, eval_examples_per_user):
+            _check_windows(context_length, examples, seed)
+        check_number("train_share", train_share, above=0, below=1, remedy="The default is 0.8.")
         self.context_length, self.train_share, self.seed = context_length, train_share, seed
         self._examples_per_user = examples_per_user, eval_examples_per_user
 
@@ -240,6 +257,8 @@ class MovieLensData(WatchData):
 
     def __init__(self, folder: str, *, num_items: int | None = None, **settings: Any) -> None:
         super().__init__(**settings)
+        check_path("folder", folder, remedy="Name where the release was unpacked.")
+        check_num_items(num_items)
         self.folder, self.num_items = folder, num_items
 
     @override
@@ -268,10 +287,13 @@ class SyntheticMovieLens(WatchData):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        if min(num_users, num_items, watches_per_user) < 1:
+        sizes = {"num_users": num_users, "num_items": num_items}
+        for name, size in (sizes | {"watches_per_user": watches_per_user}).items():
+            check_whole(name, size, most=_MOST_WATCHES, expected=f"{name} of at least 1")
+        if num_users * watches_per_user > _MOST_WATCHES:
             raise Refused(
-                "Expected num_users, num_items and watches_per_user of at least 1, found "
-                f"{num_users}, {num_items} and {watches_per_user}."
+                f"Expected at most {_MOST_WATCHES:,} watches in all, found {num_users:,} users "
+                f"with {watches_per_user:,} each. Lower one of them."
             )
         self.num_items, self._shape = num_items, (num_users, watches_per_user)
 

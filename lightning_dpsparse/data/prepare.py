@@ -10,7 +10,6 @@ it. Malformed lines are left out, and counted by reason.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +21,16 @@ import pyarrow.csv
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from lightning_dpsparse.checks import is_list, is_whole, shown
 from lightning_dpsparse.data.criteo import (
     COLUMNS,
     EXAMPLES_FILE,
     META_FILE,
+    MOST_ROWS,
     NUM_CATEGORICAL,
     NUM_COUNTS,
 )
+from lightning_dpsparse.files import is_readable_file
 from lightning_dpsparse.hashing import mix, salt
 from lightning_dpsparse.refused import Refused
 
@@ -65,12 +67,14 @@ def prepare_criteo(
     source: Path, output: Path, num_rows: Sequence[int], progress: bool = True
 ) -> Prepared:
     """Write `output`/examples.npy (one row of 40 integers per example) and `output`/meta.json."""
-    if len(num_rows) != NUM_CATEGORICAL or min(num_rows) < 2:
+    is_sizes = is_list(num_rows) and all(is_whole(n) and 2 <= n <= MOST_ROWS for n in num_rows)
+    if not is_sizes or len(num_rows) != NUM_CATEGORICAL:
         raise Refused(
             f"Expected {NUM_CATEGORICAL} table sizes of at least 2 rows (row 0 stands for a "
-            f"missing value), found {list(num_rows)}. Give one number for all, or one for each."
+            f"missing value) and at most {MOST_ROWS:,}, found {shown(num_rows)}. Give one number "
+            "for all, or one for each."
         )
-    if not source.is_file() or not os.access(source, os.R_OK):
+    if not is_readable_file(source):
         raise Refused(
             f"Expected a Criteo file at {str(source)!r}, found none that can be read. Check the "
             "path and its permissions."
@@ -84,10 +88,10 @@ def prepare_criteo(
     try:
         output.mkdir(parents=True, exist_ok=True)
         partial.touch()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise Refused(
             f"Expected a directory to write to at {str(output)!r}, found that it cannot be made or "
-            f"written to ({error.strerror}). Name another one."
+            f"written to ({getattr(error, 'strerror', 'no path')}). Name another one."
         ) from error
     malformed = {"with a wrong number of columns": 0, "with a bad label": 0}
     malformed |= {"with a bad integer": 0, "with a bad token": 0}
@@ -164,11 +168,12 @@ def _blocks(source: Path, malformed: dict[str, int], progress: bool) -> Iterator
             for batch in reader:
                 bar.update(raw.tell() - bar.n)
                 yield batch.columns
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowInvalid, OSError, EOFError) as error:
+            # What Arrow says of a text may quote it; of a compressed file it says what is wrong.
+            why = f" ({str(error).splitlines()[0]})" if isinstance(error, OSError) else ""
             raise Refused(
                 f"Expected {COLUMNS} tab-separated columns in {str(source)!r}, found something "
-                f"else ({str(error).splitlines()[0]}). Is it a Criteo file, and does its ending "
-                "name its compression?"
+                f"else{why}. Is it a whole Criteo file, and does its ending name its compression?"
             ) from error
     if widths == {COLUMNS - 1}:
         malformed["without a label column"] = malformed.pop("with a wrong number of columns")

@@ -8,7 +8,6 @@ read here.
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from lightning_dpsparse.checks import check_whole
+from lightning_dpsparse.files import is_readable_file
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sampling.units import Ints
 
@@ -27,6 +28,7 @@ _COLUMNS = ("userId", "movieId", "rating", "timestamp")
 _TYPES = dict(zip(_COLUMNS, (pa.uint32(), pa.uint32(), pa.float32(), pa.int64())))
 _HEADER = ",".join(_COLUMNS).encode()
 _LINE = rb"\d{1,9}%s\d{1,9}%s\d+(\.\d+)?%s\d{1,18}"
+_MOST_ITEMS = 2**31
 _SEPARATOR = {".csv": b",", ".dat": b"::"}
 
 
@@ -47,7 +49,8 @@ def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
     catalogue counts as public. Where a release lists only movies that somebody rated, as GroupLens
     does since 20M, that is an assumption: name it in the plan's taints.
     """
-    file = _ratings_file(path)
+    check_num_items(num_items)
+    file = _ratings_file(Path(path))
     users_N, movies_N, times_N = _read_columns(file)
     # Never the movies of the ratings themselves: a table with a row for whatever somebody watched
     # tells who was there before any noise is added.
@@ -65,9 +68,15 @@ def read_ratings(path: Path, num_items: int | None = None) -> Ratings:
     return Ratings(users_N, rows_N, times_N, movies_R.size)
 
 
+def check_num_items(num_items: int | None) -> None:
+    """Refuse what is no number of movies; None leaves it to the catalogue."""
+    if num_items is not None:
+        check_whole("num_items", num_items, most=_MOST_ITEMS, remedy="Or leave it out.")
+
+
 def _ratings_file(path: Path) -> Path:
     for file in (path, path / "ratings.csv", path / "ratings.dat"):
-        if file.is_file() and file.suffix in _SEPARATOR and os.access(file, os.R_OK):
+        if file.suffix in _SEPARATOR and is_readable_file(file):
             return file
     raise Refused(
         f"Expected MovieLens at {str(path)!r}, a folder with ratings.csv and movies.csv (20M, "
@@ -89,7 +98,7 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
             parse_options=pyarrow.csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
             convert_options=pyarrow.csv.ConvertOptions(column_types=_TYPES, null_values=[]),
         )
-    if not table or tuple(table.column_names) != _COLUMNS:
+    if not table or not _are_ratings(table):
         line = _malformed_line(file)
         found = "none" if line is None else f"something else in line {line}"
         raise Refused(
@@ -97,6 +106,17 @@ def _read_columns(file: Path) -> tuple[Ints, ...]:
             f"its name ends in .csv, found {found}. Unpack the release again."
         )
     return tuple(table[i].to_numpy().astype(np.int64) for i in (0, 1, 3))
+
+
+def _are_ratings(table: pa.Table) -> bool:
+    """Whether the columns are those of ratings, with stars and times that one may have."""
+    try:
+        if tuple(table.column_names) != _COLUMNS:
+            return False
+    except UnicodeDecodeError:  # a name may be any bytes
+        return False
+    stars, times = table[2].to_numpy(), table[3].to_numpy()
+    return bool((np.isfinite(stars) & (stars >= 0) & (times >= 0)).all())
 
 
 def _malformed_line(file: Path) -> int | None:
@@ -113,9 +133,9 @@ def _malformed_line(file: Path) -> int | None:
 def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
     """The number of the movie of each row, from the public catalogue."""
     files = [ratings.with_name(f"movies{suffix}") for suffix in _SEPARATOR]
-    file = next((file for file in files if file.is_file()), None)
+    file = next((file for file in files if is_readable_file(file)), None)
     if file is None:
-        if num_items is None or num_items < 1:
+        if num_items is None:
             raise Refused(
                 f"Expected movies.csv or movies.dat beside {str(ratings)!r}, or num_items, found "
                 f"none and {num_items}. Say, from public knowledge, how many movies there are."
@@ -125,7 +145,7 @@ def _read_catalogue(ratings: Path, num_items: int | None) -> Ints:
     heads = [line.split(_SEPARATOR[file.suffix], 1)[0] for line in file.read_bytes().splitlines()]
     first = int(heads[:1] == [b"movieId"])
     for number, head in enumerate(heads[first:], start=first + 1):
-        if not head.isdigit():
+        if not re.fullmatch(rb"\d{1,18}", head):
             raise Refused(
                 f"Expected a movie's number at the beginning of line {number} of {str(file)!r}, "
                 "found something else. Unpack the release again."

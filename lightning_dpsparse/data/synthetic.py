@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_number, check_share, check_whole, check_whole_list
 from lightning_dpsparse.data.batch import ClickData, ClickDataset, Clicks
 from lightning_dpsparse.hashing import U64, mix, salt, unit
 from lightning_dpsparse.refused import Refused
@@ -29,6 +30,9 @@ ADAFEST_NUM_ROWS = [
 """Vocabulary sizes of Criteo's 26 features: Ghazi et al. 2023, Table 3."""
 
 NUM_COUNTS = 13
+_MOST_EXAMPLES = 2**62
+"""Largest number of examples, or of rows of a table."""
+_MOST_IDS, _MOST_SEED = 100_000, 2**128
 _NUM_PAIRS = 10
 
 # Purposes of hash words. No two kinds of draws share one.
@@ -64,22 +68,19 @@ class SyntheticClicks(ClickDataset):
         signal: float = 1.5,
         click_rate: float = 0.2,
     ) -> None:
-        if not 0.0 <= drift <= 1.0:
-            raise Refused(f"Expected drift between 0 and 1, found {drift}.")
-        if not 0.0 < click_rate < 1.0:
-            raise Refused(
-                f"Expected click_rate between 0 and 1, found {click_rate}: the teacher's logit "
-                "would be infinite or no number."
-            )
-        if not num_rows or min(num_rows) < 1:
-            raise Refused(
-                f"Expected num_rows of at least 1 for at least one feature, found {num_rows}."
-            )
-        if examples_per_day < 1 or max_ids_per_bag < 1 or zipf < 0.0:
-            raise Refused(
-                "Expected examples_per_day and max_ids_per_bag of at least 1 and zipf of at least "
-                f"0, found {examples_per_day}, {max_ids_per_bag} and {zipf}."
-            )
+        check_share("drift", drift, remedy="The default is 0.")
+        check_number("click_rate", click_rate, above=0, below=1, remedy="The default is 0.2.")
+        check_whole_list("num_rows", num_rows, most=_MOST_EXAMPLES)
+        if not num_rows:
+            raise Refused("Expected num_rows of at least one feature, found none. Name one.")
+        check_whole("examples_per_day", examples_per_day, most=_MOST_EXAMPLES)
+        expected = "max_ids_per_bag of at least 1"
+        check_whole("max_ids_per_bag", max_ids_per_bag, most=_MOST_IDS, expected=expected)
+        check_number("zipf", zipf, least=0, remedy="The default is 1.05.")
+        check_number("signal", signal, remedy="The default is 1.5.")
+        check_whole("seed", seed, -_MOST_SEED, _MOST_SEED)
+        check_whole("start", start, 0, _MOST_EXAMPLES)
+        check_whole("stop", stop, start, _MOST_EXAMPLES)
         self.start, self.stop, self.num_rows = start, stop, num_rows
         self.examples_per_day, self.seed, self.zipf = examples_per_day, seed, zipf
         self.max_ids_per_bag, self.drift = max_ids_per_bag, drift
@@ -248,10 +249,15 @@ class SyntheticData(ClickData):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers)
-        if min(train_days, val_days, test_days) < 0:
+        days = {"train_days": train_days, "val_days": val_days, "test_days": test_days}
+        for name, count in days.items():
+            expected = f"numbers of days of at least 0 in {name}"
+            check_whole(name, count, 0, expected=expected)
+        check_whole("examples_per_day", examples_per_day, most=_MOST_EXAMPLES)
+        if sum(days.values()) * examples_per_day > _MOST_EXAMPLES:
             raise Refused(
-                "Expected numbers of days of at least 0, found train_days, val_days and test_days "
-                f"of {train_days}, {val_days} and {test_days}."
+                f"Expected at most {_MOST_EXAMPLES:,} examples in all days, found more. Lower "
+                "examples_per_day or the numbers of days."
             )
         ends = np.cumsum([0, train_days, val_days, test_days]) * examples_per_day
         self.train_set, self.val_set, self.test_set = (

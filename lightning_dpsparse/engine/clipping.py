@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.checks import check_mapping, check_number
 from lightning_dpsparse.refused import Refused
 
 # B examples, K groups of parameters
@@ -34,6 +35,9 @@ class Clipping(ABC):
     def groups_of(self, names: list[str]) -> list[int]:
         """Return the group of each table or dense parameter, a number below `num_groups`."""
         return [0] * len(names)
+
+    def check_parameters(self, names: Collection[str]) -> None:  # noqa: B027 (most have none)
+        """Refuse settings that name tables or parameters which the model does not have."""
 
     @abstractmethod
     def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -76,8 +80,7 @@ class AutomaticClipping(Clipping):
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.stability <= 0:
-            raise Refused(f"Expected stability > 0, found {self.stability}.")
+        check_number("stability", self.stability, above=0, remedy="The default is 0.01.")
 
     def factors(self, squares_KB: Tensor, clip_norm: float | Tensor) -> Tensor:
         return _finite(clip_norm / (squares_KB.sqrt() + self.stability))
@@ -98,12 +101,24 @@ class GroupClipping(Clipping):
     the first pattern that matches it."""
 
     def __post_init__(self) -> None:
-        if not self.shares or min(self.shares.values()) <= 0:
-            raise Refused(f"Expected positive shares, found {dict(self.shares)}.")
+        check_mapping("shares", self.shares)
+        if not self.shares:
+            raise Refused("Expected positive shares, found none. Give each group of layers one.")
+        for pattern, share in self.shares.items():
+            check_number(f"positive shares: that of {pattern!r}", share, above=0)
 
     @property
     def num_groups(self) -> int:
         return len(self.shares)
+
+    def check_parameters(self, names: Collection[str]) -> None:
+        for pattern in self.shares:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise Refused(
+                    f"Expected patterns of tables' and parameters' names in shares, found "
+                    f"{pattern!r}, which matches none of {sorted(names)}. Correct it, or leave it "
+                    "out."
+                )
 
     def groups_of(self, names: list[str]) -> list[int]:
         patterns = list(self.shares)

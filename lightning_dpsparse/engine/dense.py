@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from lightning_dpsparse.checks import check_names
 from lightning_dpsparse.engine.outer_products import Positions
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
@@ -121,10 +122,11 @@ class OnLayers(DenseMechanism):
     def __post_init__(self) -> None:
         for field in ("layers", "exclude"):  # YAML gives lists
             value = getattr(self, field)
-            if value is not None:
-                object.__setattr__(
-                    self, field, (value,) if isinstance(value, str) else tuple(value)
-                )
+            if value is None and field == "exclude":
+                continue
+            patterns = (value,) if isinstance(value, str) else value
+            check_names(field, patterns, remedy="Give patterns of layers' names, in quotes.")
+            object.__setattr__(self, field, tuple(patterns))
 
     def layers_of(self, module: nn.Module) -> dict[str, int]:
         found = {

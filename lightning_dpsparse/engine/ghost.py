@@ -191,7 +191,9 @@ class DenseCapture(Recorder):
                     "first dimension, and let no layer run without them."
                 )
         if live and any(key.startswith(f"{name}[") and key in self._uses for key in self._slices):
-            raise Refused(f"Expected {name!r} read whole or in slices, found both.")
+            raise Refused(
+                f"Expected {name!r} read whole or in slices, found both. Read it in one way."
+            )
         return live
 
     def _square_norm(

@@ -139,6 +139,9 @@ class Mechanism:
         """The same mechanism with everything chosen that depends on the model and the noise."""
         return self
 
+    def check_tables(self, tables: Sequence[Table]) -> None:
+        """Refuse settings that name tables which the model does not have."""
+
     def check_optimizer(self, kind: str, weight_decay: float) -> None:
         """Refuse a fused optimizer that would not do with this mechanism what its name says.
 

@@ -19,6 +19,7 @@ import numpy as np
 from scipy.stats import binom
 
 from lightning_dpsparse.accounting.events import DpEvent, composed
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.projection import projected_mean
 from lightning_dpsparse.estimators.release import fresh
@@ -26,6 +27,8 @@ from lightning_dpsparse.estimators.rows import Array, Mask, Rows, as_rows, sampl
 from lightning_dpsparse.refused import Refused
 
 # N examples, D columns, K levels
+
+_MOST_EXAMPLES, _MOST_LEVEL = 10**15, 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +46,17 @@ class Levels:
     """Upper bound on the chance that a run ends early because a level came too often."""
 
     def __post_init__(self) -> None:
+        check_whole("num_examples", self.num_examples, most=_MOST_EXAMPLES)
+        check_whole("first", self.first, 0)
+        check_whole("last", self.last, 0, _MOST_LEVEL)
+        check_whole("steps", self.steps, expected="steps >= 1 and 0 < stops_early < 1")
+        check_number(
+            "stops_early", self.stops_early, above=0, below=1, remedy="The default is 0.1."
+        )
         if not 0 <= self.first <= self.last or 2 ** (self.last + 1) > self.num_examples:
             raise Refused(
                 f"Expected 0 <= first <= last and 2^(last + 1) <= {self.num_examples} examples, "
                 f"found first={self.first} and last={self.last}. Lower the levels."
-            )
-        if self.steps < 1 or not 0 < self.stops_early < 1:
-            raise Refused(
-                f"Expected steps >= 1 and 0 < stops_early < 1, found {self.steps} and "
-                f"{self.stops_early}. Take one step, and 0.1."
             )
 
     def rate(self, level: int) -> float:

@@ -20,11 +20,13 @@ from lightning_dpsparse.accounting.events import (
     SelfComposedDpEvent,
 )
 from lightning_dpsparse.accounting.privacy_loss import FINE, LaplaceDpEvent
-from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.checks import check_kind, check_number
 
 
 def spent_epsilon(event: DpEvent, delta: float, grid: float = FINE) -> float:
     """The epsilon of an event at this delta, by privacy losses or, at 0, in closed form."""
+    check_kind("event", event, DpEvent, remedy="The functions event_of_... make one.")
+    check_number("delta", delta, least=0, below=1)
     return pure_epsilon(event) if delta == 0 else epsilon_of([(event, 1)], delta, grid)
 
 
@@ -37,11 +39,10 @@ def noise_multiplier_for(
     >>> round(noise_multiplier_for(event_of_mean, epsilon=1.0, delta=1e-6), 2)
     4.22
     """
-    if not (0 < epsilon < math.inf and 0 <= delta < 1):
-        raise Refused(
-            f"Expected epsilon > 0 and 0 <= delta < 1, found {epsilon} and {delta}. State the "
-            "budget that the people in the data were promised."
-        )
+    remedy = "State the budget that the people in the data were promised."
+    expected = "epsilon > 0 and 0 <= delta < 1"
+    check_number("epsilon", epsilon, above=0, expected=expected, remedy=remedy)
+    check_number("delta", delta, least=0, below=1, expected=expected, remedy=remedy)
 
     def cost(noise_multiplier: float, grid: float) -> float:
         return spent_epsilon(event_of(noise_multiplier), delta, max(grid, grid_for(epsilon)))

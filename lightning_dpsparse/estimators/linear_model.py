@@ -17,6 +17,15 @@ from scipy import sparse
 from scipy.special import expit
 
 from lightning_dpsparse.accounting.calibration import check_delta, default_delta, delta_warning
+from lightning_dpsparse.checks import (
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    check_whole,
+    is_number,
+    shown,
+)
 from lightning_dpsparse.estimators.fitting import (
     Problem,
     bias_reduced_steps,
@@ -40,6 +49,7 @@ from lightning_dpsparse.refused import Refused
 EstimatorName = Literal["gaussian", "projection", "sketch", "output", "bias_reduced"]
 Self = TypeVar("Self", bound="DPLinearModel")
 
+_MOST_STEPS, _MOST_EXAMPLES = 10**9, 10**15
 _LABELS = (-1e100, 1e100)  # range for the squared loss: sums of larger losses may overflow
 
 # N examples, D columns
@@ -176,6 +186,8 @@ class DPLinearModel:
         is then NonPrivateDpEvent and epsilon_ infinite.
         """
         self._check()
+        if noise is not None:
+            check_kind("noise", noise, np.random.Generator, remedy="Leave it out.")
         rows_ND, labels_N = self._examples(X, y)
         count = rows_ND.shape[0] if self.num_examples is None else self.num_examples
         if not max(1, rows_ND.shape[0]) <= count:
@@ -232,38 +244,38 @@ class DPLinearModel:
 
     def _check(self) -> None:
         """Check the parameters before the data is looked at."""
-        for name, choices in (("loss", LossName), ("estimator", EstimatorName)):
-            if getattr(self, name) not in get_args(choices):
-                raise Refused(
-                    f"Expected {name} to be one of {get_args(choices)}, found "
-                    f"{getattr(self, name)!r}. Choose one of these."
-                )
-        positive = ("feature_norm", "max_nonzeros", "max_residual", "steps", "learning_rate")
-        for name in (*positive, "radius", "epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise Refused(
-                    f"Expected {name} > 0 and finite, found {getattr(self, name)}. Raise it."
-                )
-        if self.regularisation is not None and not 0 <= self.regularisation < math.inf:
-            raise Refused(
-                f"Expected regularisation >= 0, found {self.regularisation}. None is the default."
+        check_choice("loss to be one of", self.loss, get_args(LossName))
+        check_choice("estimator to be one of", self.estimator, get_args(EstimatorName))
+        for name in ("feature_norm", "max_residual", "learning_rate", "radius", "epsilon"):
+            check_number(name, getattr(self, name), above=0)
+        check_whole("max_nonzeros", self.max_nonzeros)
+        check_whole("steps", self.steps, most=_MOST_STEPS)
+        check_flag("fit_intercept", self.fit_intercept)
+        if self.num_examples is not None:
+            check_whole("num_examples", self.num_examples, most=_MOST_EXAMPLES)
+        if self.regularisation is not None:
+            check_number(
+                "regularisation", self.regularisation, least=0, remedy="The default is None."
             )
         if self.regularisation == 0 and self.estimator == "output":
             raise Refused(
                 'Expected regularisation > 0 with "output", found 0: without it one example may '
                 "move the minimum anywhere. Leave it out."
             )
-        if not 0 < self.sampling_rate <= 1:
+        if not is_number(self.sampling_rate) or not 0 < self.sampling_rate <= 1:
             raise Refused(
-                f"Expected 0 < sampling_rate <= 1, found {self.sampling_rate}. 1 is full batches."
+                f"Expected 0 < sampling_rate <= 1, found {shown(self.sampling_rate)}. Full batches "
+                "are 1."
             )
         if self.sampling_rate < 1 and self.estimator in ("output", "bias_reduced"):
             raise Refused(
                 f"Expected sampling_rate=1 with {self.estimator!r}, found {self.sampling_rate}: it "
                 "samples by itself or not at all. Leave it out."
             )
-        if self.delta is not None and not 0 <= self.delta < 1:
-            raise Refused(f"Expected 0 <= delta < 1, found {self.delta}. None is the default.")
+        if self.delta is not None and not (is_number(self.delta) and 0 <= self.delta < 1):
+            raise Refused(
+                f"Expected 0 <= delta < 1, found {shown(self.delta)}. The default is None."
+            )
         if self.delta == 0 and self.estimator not in ("projection", "output"):
             raise Refused(
                 f"Expected delta > 0 with {self.estimator!r}, found 0: its noise is Gaussian. For "

@@ -6,14 +6,13 @@ Its error grows with the square root of the number of columns. `projection.py`, 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from lightning_dpsparse.accounting.events import DpEvent, gaussian, not_private, poisson
 from lightning_dpsparse.accounting.privacy_loss import LaplaceDpEvent
-from lightning_dpsparse.estimators.release import Kind, release_sum
-from lightning_dpsparse.estimators.rows import Array, Rows, clip_rows
+from lightning_dpsparse.checks import check_number, check_share
+from lightning_dpsparse.estimators.release import Kind, check_release, release_sum
+from lightning_dpsparse.estimators.rows import Array, Rows, clip_rows, numbers
 from lightning_dpsparse.refused import Refused
 
 
@@ -37,10 +36,16 @@ def noisy_mean(
     of L sqrt(s), L sqrt(s d) / (epsilon n) for Laplace noise.
     Reference: the poster, Table 1, last terms.
     """
-    if not (divisor > 0 and clip_norm > 0 and noise_multiplier >= 0):
+    remedy = "Give it as a public constant."
+    check_number("divisor", divisor, above=0, remedy=remedy)
+    check_number("clip_norm", clip_norm, above=0, remedy=remedy)
+    check_number("noise_multiplier", noise_multiplier, least=0, remedy=remedy)
+    check_release(kind, noise)
+    vectors_ND = numbers(vectors_ND, "vectors_ND")
+    if vectors_ND.ndim != 2:
         raise Refused(
-            "Expected divisor > 0, clip_norm > 0 and noise_multiplier >= 0, found "
-            f"{divisor}, {clip_norm} and {noise_multiplier}. Give each as a public constant."
+            f"Expected a row for each example, found {vectors_ND.ndim} dimensions. Give an array "
+            "of examples and columns."
         )
     rows_ND = clip_rows(vectors_ND, clip_norm, 2 if kind == "gaussian" else 1)
     noisy_D = release_sum(
@@ -66,8 +71,9 @@ def event_of_mean(
     >>> event_of_mean(2.0)
     GaussianDpEvent(noise_multiplier=2.0)
     """
-    if math.isnan(noise_multiplier) or noise_multiplier < 0:
-        raise Refused(f"Expected noise_multiplier >= 0, found {noise_multiplier}. Add noise.")
+    check_number("noise_multiplier", noise_multiplier, least=0, remedy="Add noise.")
+    check_share("rate", rate, remedy="Without sampling it is 1.")
+    check_release(kind)
     if kind == "gaussian":
         whole = gaussian(noise_multiplier)
     else:

@@ -14,8 +14,9 @@ import numpy as np
 from scipy.optimize import minimize
 
 from lightning_dpsparse.accounting.events import DpEvent
+from lightning_dpsparse.checks import check_number, is_number
 from lightning_dpsparse.estimators.mean import event_of_mean
-from lightning_dpsparse.estimators.release import Kind, release_point
+from lightning_dpsparse.estimators.release import Kind, check_release, release_point
 from lightning_dpsparse.estimators.rows import Array
 from lightning_dpsparse.estimators.shrinking import nearest_in_l2_ball
 from lightning_dpsparse.refused import Refused
@@ -48,6 +49,11 @@ def perturbed_minimiser(
     (s ln(d) / (epsilon n))^(1/3) for Laplace noise; 1/sqrt(n) more for the population's risk.
     Reference: the poster, Output Perturbation with l_inf-Projection, and Table 2.
     """
+    check_number("sensitivity", sensitivity, above=0)
+    if not (is_number(radius) and radius == math.inf):  # which leaves the ball out
+        check_number("radius", radius, above=0)
+    check_number("noise_multiplier", noise_multiplier, least=0)
+    check_release(kind, noise)
     noisy_D = release_point(
         minimiser_D,
         sensitivity=sensitivity,

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from lightning_dpsparse.accounting.events import DpEvent
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.estimators.mean import event_of_mean, noisy_mean
 from lightning_dpsparse.estimators.release import Kind
 from lightning_dpsparse.estimators.rows import Array, Rows
@@ -38,6 +39,8 @@ def projected_mean(
     L sqrt(s ln(d) / (epsilon n)) for Laplace noise, or the plain mechanism's if that is less.
     Reference: the poster, Projection Mechanism; Nikolov, Talwar and Zhang 2013 (arXiv:1212.0297).
     """
+    check_number("clip_norm", clip_norm, above=0)
+    check_whole("max_nonzeros", max_nonzeros)
     radius = clip_norm * math.sqrt(max_nonzeros)
     noisy_D = noisy_mean(
         vectors_ND,

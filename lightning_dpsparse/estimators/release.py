@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dpsparse.checks import check_choice, check_kind
 from lightning_dpsparse.estimators.rows import Array, Rows, sum_of
 from lightning_dpsparse.noise.grid import grid_of
 
@@ -126,6 +127,13 @@ def priced_sensitivity(
     """
     numbers = math.sqrt(size) if kind == "gaussian" else float(size)
     return sensitivity + numbers * spacing_of(sensitivity, noise_multiplier)
+
+
+def check_release(kind: object, noise: object = None) -> None:
+    """Refuse a kind of noise that there is none of, and what draws no noise."""
+    check_choice("kind", kind, get_args(Kind))
+    if noise is not None:
+        check_kind("noise", noise, np.random.Generator, remedy="Leave it out.")
 
 
 def fresh(noise: np.random.Generator | None) -> np.random.Generator:

@@ -28,7 +28,13 @@ def numbers(values: Any, name: str) -> Rows:
 
     Guarantees: an error tells the type of the values, and never a value or its length.
     """
-    found = values if sparse.issparse(values) else np.asarray(values)
+    try:
+        found = values if sparse.issparse(values) else np.asarray(values)
+    except ValueError as error:  # rows of several lengths
+        raise Refused(
+            f"Expected numbers in {name}, in rows of one length, found several lengths. Turn it "
+            "into an array of floats."
+        ) from error
     if found.dtype.kind not in "biuf":
         raise Refused(
             f"Expected numbers in {name}, found {found.dtype.type.__name__}. Turn it into an array "

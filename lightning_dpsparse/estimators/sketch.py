@@ -14,6 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from lightning_dpsparse.accounting.events import DpEvent
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.estimators.mean import event_of_mean
 from lightning_dpsparse.estimators.release import fresh, release_sum
 from lightning_dpsparse.estimators.rows import Array, Rows, as_rows, clip_rows
@@ -54,6 +55,8 @@ def draw_sketch(
     num_measurements: int, num_columns: int, noise: np.random.Generator | None = None
 ) -> Array:
     """A dense matrix of independent N(0, 1/M) entries. It depends on no data."""
+    check_whole("num_measurements", num_measurements)
+    check_whole("num_columns", num_columns)
     if num_measurements >= num_columns:
         raise Refused(
             f"Expected fewer measurements than columns, found {num_measurements} and "
@@ -108,6 +111,9 @@ def sketched_mean(
     Memory: M x D for the sketch, dense; the linear program takes seconds from a thousand columns.
     Reference: the poster, Gaussian l1-Recovery.
     """
+    check_number("divisor", divisor, above=0)
+    check_number("clip_norm", clip_norm, above=0)
+    check_number("noise_multiplier", noise_multiplier, least=0)
     noisy_M = release_sum(
         sketched_rows(vectors_ND, sketch_MD, clip_norm),
         sketch_MD.shape[0],

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpsparse.accounting.events import split_noise
+from lightning_dpsparse.checks import check_mapping, check_number
 from lightning_dpsparse.engine.contributions import contributions
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
@@ -58,7 +59,8 @@ def threshold_for_false_positives(per_step: float, num_rows: int, noise_stddev: 
     """
     if not 0 < per_step < num_rows:
         raise Refused(
-            f"Expected between 0 and {num_rows:,} false positives a step, found {per_step}."
+            f"Expected between 0 and {num_rows:,} false positives a step, found {per_step}. There "
+            "are no more rows that may pass."
         )
     return -noise_stddev * NormalDist().inv_cdf(per_step / num_rows)
 
@@ -122,11 +124,26 @@ class AdaFEST(Mechanism):
         if sum(value is not None for value in given) != 1:
             raise Refused(
                 "Expected one of threshold, false_positives and half_survival, found "
-                f"{sum(value is not None for value in given)} of them."
+                f"{sum(value is not None for value in given)} of them. Set exactly one."
             )
-        for name in ("map_clip_norm", "noise_ratio"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
+        if self.threshold is not None:
+            check_number("threshold", self.threshold)
+        for name in ("false_positives", "half_survival"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
+        check_number("map_clip_norm", self.map_clip_norm, above=0, remedy="The default is 1.0.")
+        check_number("noise_ratio", self.noise_ratio, above=0, remedy="From 5 to 10 is usual.")
+        check_mapping("table_thresholds", self.table_thresholds)
+        for table, threshold in self.table_thresholds.items():
+            check_number(f"table_thresholds[{table!r}]", threshold)
+
+    def check_tables(self, tables: Sequence[Table]) -> None:
+        for pattern in self.table_thresholds:
+            if not any(_matches(table.name, pattern) for table in tables):
+                raise Refused(
+                    f"Expected names of tables in table_thresholds, found {pattern!r}, which "
+                    f"matches none of {[table.short_name for table in tables]}. Name one of them."
+                )
 
     def gradient_noise(self, noise_multiplier: float) -> float:
         return split_noise(noise_multiplier, self.noise_ratio)[1]
@@ -137,7 +154,9 @@ class AdaFEST(Mechanism):
 
     def rows_that_may_pass(self, tables: Sequence[Table]) -> int:
         """Number of rows that use the common threshold."""
-        return sum(t.num_rows for t in tables if self._own_threshold(t.name) is None)
+        return sum(
+            t.num_rows for t in tables if _own_threshold(self.table_thresholds, t.name) is None
+        )
 
     def resolve_thresholds(self, noise_multiplier: float, tables: Sequence[Table]) -> AdaFEST:
         if self.threshold is not None:
@@ -246,17 +265,22 @@ class AdaFEST(Mechanism):
         ]
 
     def _threshold_of(self, path: str) -> float:
-        own = self._own_threshold(path)
+        own = _own_threshold(self.table_thresholds, path)
         assert self.threshold is not None
         return self.threshold if own is None else own
 
-    def _own_threshold(self, path: str) -> float | None:
-        """Threshold of the first pattern that matches the table's name or path, or None."""
-        name = short_name(path)
-        for pattern, threshold in self.table_thresholds.items():
-            if fnmatchcase(name, pattern) or fnmatchcase(path, pattern):
-                return threshold
-        return None
+
+def _own_threshold(thresholds: Mapping[str, float], path: str) -> float | None:
+    """Threshold of the first pattern that matches the table's name or path, or None."""
+    for pattern, threshold in thresholds.items():
+        if _matches(path, pattern):
+            return threshold
+    return None
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a pattern (as in a shell) is for the table at this path, by its path or its name."""
+    return fnmatchcase(short_name(path), pattern) or fnmatchcase(path, pattern)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.engine.state import Draw, StepNoise, TableKernel, TableState
@@ -32,6 +33,9 @@ class DPSGD(Mechanism):
     threat_model: ClassVar[str] = (
         "The adversary sees every model on the way, after each step, and knows all other data."
     )
+
+    def __post_init__(self) -> None:
+        check_whole("chunk_rows", self.chunk_rows)
 
     def check_optimizer(self, kind: str, weight_decay: float) -> None:
         """Accept any optimizer, because every row takes part in every step."""

@@ -11,7 +11,7 @@ Reference: Zhang, Mironov and Hejazinia 2021, Wide Network Learning with Differe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,15 +25,21 @@ from lightning_dpsparse.accounting.events import (
     gaussian,
     split_noise,
 )
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.engine.contributions import pair_norms
 from lightning_dpsparse.engine.lookups import Lookup
 from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
 from lightning_dpsparse.engine.state import PublicRows, StepNoise, TableKernel, TableState
-from lightning_dpsparse.engine.step_inputs import Read, renumber, short_name
+from lightning_dpsparse.engine.step_inputs import Read, Table, renumber, short_name
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.refused import Refused
 
 # U distinct rows that a kernel read, V rows that nobody read, k rows that are chosen, W ranks
+
+_MOST_ROWS = 2**31
+"""Most rows that a step may choose."""
+_HELD_ROWS = 2**20
+"""Number of rows whose scores fit into memory in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +71,17 @@ class ExponentialSelection(Mechanism):
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_rows", "noise_ratio", "score_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise Refused(f"Expected {name} > 0, found {getattr(self, name)}.")
+        check_whole("num_rows", self.num_rows, most=_MOST_ROWS, expected="num_rows > 0")
+        check_number("noise_ratio", self.noise_ratio, above=0, remedy="The default is 1.0.")
+        check_number("score_clip", self.score_clip, above=0, remedy="The default is 1.0.")
+
+    def check_tables(self, tables: Sequence[Table]) -> None:
+        total = sum(table.num_rows for table in tables)
+        if self.num_rows > max(total, _HELD_ROWS):
+            raise Refused(
+                f"Expected num_rows of at most the {total:,} rows of all tables, found "
+                f"{self.num_rows:,}. Lower it, or use DPSGD, which updates all rows."
+            )
 
     def epsilon_per_row(self, noise_multiplier: float) -> float:
         """epsilon0, the range of each choice.

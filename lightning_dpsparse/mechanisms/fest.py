@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_dpsparse.checks import check_kind
 from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
 from lightning_dpsparse.engine.rows import found_in
 from lightning_dpsparse.engine.state import StepNoise, TableKernel
@@ -38,6 +39,9 @@ class FEST(Mechanism):
         "The adversary sees the selected rows and every model on the way, after each step, and "
         "knows all other data."
     )
+
+    def __post_init__(self) -> None:
+        check_kind("selection", self.selection, Selection)
 
     def open(self, kernels: Sequence[TableKernel], noise: StepNoise) -> SelectionState:
         return SelectionState(self, kernels, noise)
@@ -65,6 +69,10 @@ class AdaFESTPlus(AdaFEST):
         "The adversary sees the selected rows and every model on the way, after each step and with "
         "it which rows moved, and knows all other data."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kind("selection", self.selection, Selection)
 
     def open(self, kernels: Sequence[TableKernel], noise: StepNoise) -> SelectionState:
         return SelectionState(self, kernels, noise)

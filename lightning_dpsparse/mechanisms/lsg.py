@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.engine.dense import Form, OnLayers
 from lightning_dpsparse.engine.outer_products import (
     Positions,
@@ -29,7 +30,6 @@ from lightning_dpsparse.engine.outer_products import (
 )
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
-from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, O outputs, I inputs (times places in a kernel), K rank, N live outputs,
 # M live inputs
@@ -47,8 +47,7 @@ class RGP(OnLayers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise Refused(f"Expected rank >= 1, found {self.rank}.")
+        check_whole("rank", self.rank)
 
     def form(
         self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int
@@ -85,8 +84,7 @@ class LSG(RGP):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sparsity(self.sparsity)
-        if self.warmup < 0:
-            raise Refused(f"Expected warmup >= 0, found {self.warmup}.")
+        check_whole("warmup", self.warmup, 0)
 
     def _live(
         self, weight_OI: Tensor, columns: int, step: int
@@ -101,8 +99,8 @@ class LSG(RGP):
 
 
 def check_sparsity(sparsity: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise Refused(f"Expected sparsity of at least 0 and below 1, found {sparsity}.")
+    """Refuse what is no share of the weights that can be frozen."""
+    check_number("sparsity", sparsity, least=0, below=1, remedy="Freezing nothing is 0.")
 
 
 def most_important(importance: Tensor, sparsity: float) -> Tensor:

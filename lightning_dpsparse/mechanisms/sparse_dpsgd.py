@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.engine.dense import Form, OnLayers
 from lightning_dpsparse.engine.outer_products import (
     Positions,
@@ -22,7 +23,6 @@ from lightning_dpsparse.engine.outer_products import (
 )
 from lightning_dpsparse.mechanisms.lsg import check_sparsity, most_important
 from lightning_dpsparse.noise.sources import NoiseSource
-from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, O outputs, I inputs (times places in a kernel), M live numbers
 
@@ -47,8 +47,7 @@ class SparseDPSGD(OnLayers):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sparsity(self.sparsity)
-        if self.warmup < 0:
-            raise Refused(f"Expected warmup >= 0, found {self.warmup}.")
+        check_whole("warmup", self.warmup, 0)
 
     def form(
         self, name: str, weight_OI: Tensor, columns: int, noise: NoiseSource, step: int

@@ -19,6 +19,10 @@ from torchmetrics import MetricCollection
 from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_flag, shown
+from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
+from lightning_dpsparse.refused import Refused
+
 # B examples
 
 
@@ -46,6 +50,14 @@ class RecommenderModule(LightningModule):
         log_train_loss: bool | None = None,
     ) -> None:
         super().__init__()
+        if not callable(optimizer) or not (lr_scheduler is None or callable(lr_scheduler)):
+            raise Refused(
+                "Expected an optimizer, and a lr_scheduler or None, that can be called, found "
+                f"{shown(optimizer)} and {shown(lr_scheduler)}. Give a function of the parameters, "
+                "such as functools.partial(torch.optim.Adagrad, lr=0.01)."
+            )
+        if log_train_loss is not None:
+            check_flag("log_train_loss", log_train_loss)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.log_train_loss = log_train_loss
         self.val_metrics, self.test_metrics = make_metrics("val_"), make_metrics("test_")
@@ -64,10 +76,20 @@ class RecommenderModule(LightningModule):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._check_strategy()
         loss_B = self._training_losses(batch)
         if self._logs_train_loss():
             self.log("train_loss", loss_B.detach().mean(), prog_bar=True, batch_size=len(loss_B))
         return loss_B
+
+    def _check_strategy(self) -> None:
+        """Refuse a strategy that wants one loss for all examples, and knows nothing of tables."""
+        if self._trainer is not None and not isinstance(self.trainer.strategy, ShardedStrategy):
+            raise Refused(
+                "Expected DPSparseStrategy to train this model, which has a loss for every "
+                f"example, found {type(self.trainer.strategy).__name__}. Set trainer.strategy to "
+                "lightning_dpsparse.DPSparseStrategy."
+            )
 
     def _logs_train_loss(self) -> bool:
         if self.log_train_loss is not None:
@@ -86,7 +108,13 @@ class RecommenderModule(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         # Without dense layers the optimizer has no parameters, but the tables follow its schedule.
-        optimizer = self._optimizer(list(self.parameters()) or [{"params": []}])
+        try:
+            optimizer = self._optimizer(list(self.parameters()) or [{"params": []}])
+        except ValueError as error:
+            raise Refused(
+                f"Expected settings that the optimizer takes, found that it refuses them: {error}. "
+                "Change the model's optimizer."
+            ) from error
         if self._lr_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}

@@ -6,6 +6,8 @@ A batch has counts and bags of ids (`data/batch.py`). A model turns it into one 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -16,9 +18,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_whole, check_whole_list
 from lightning_dpsparse.models.base import RecommenderModule, default_optimizer
 from lightning_dpsparse.models.metrics import click_metrics
 from lightning_dpsparse.refused import Refused
+
+_MOST_SIZE, _MOST_LAYERS = 1_000_000, 1_000
+"""Largest size of a layer, and largest number of layers."""
 
 
 class ClickModule(RecommenderModule):
@@ -67,9 +73,37 @@ def feature_names(num_features: int) -> list[str]:
 
 def check_num_rows(num_rows: list[int]) -> None:
     """Refuse a list without tables, and tables without rows."""
-    if not num_rows or min(num_rows) < 1:
+    check_whole_list("num_rows", num_rows, remedy="Give each feature's table a number of rows.")
+    if not num_rows:
         raise Refused(
-            f"Expected num_rows with a table of at least 1 row for each feature, found {num_rows}."
+            "Expected num_rows with a table of at least 1 row for each feature, found none. Give "
+            "each feature's table a number of rows."
+        )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Refuse sizes of layers that are no whole numbers of at least 1."""
+    for name, size in sizes.items():
+        check_whole(name, size, most=_MOST_SIZE)
+
+
+def check_arch(name: str, sizes: Any, least: int = 0) -> None:
+    """Refuse what is no list of sizes of layers, or has fewer than `least` of them."""
+    check_whole_list(name, sizes, most=_MOST_SIZE, remedy="Give the size of each layer.")
+    if not least <= len(sizes) <= _MOST_LAYERS:
+        raise Refused(
+            f"Expected from {least} to {_MOST_LAYERS:,} sizes of layers in {name}, found "
+            f"{len(sizes)}. Give the size of each layer."
+        )
+
+
+def check_counts(batch: Batch, num_counts: int) -> None:
+    """Refuse a batch that has other counts than the model was built for."""
+    found = batch.dense_features.shape[-1]
+    if found != num_counts:
+        raise Refused(
+            f"Expected num_counts={num_counts} counts of every example, found {found} in the "
+            "batch. Set the model's num_counts to what the data has."
         )
 
 

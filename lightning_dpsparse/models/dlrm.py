@@ -14,7 +14,10 @@ from typing_extensions import override
 
 from lightning_dpsparse.models.click import (
     ClickModule,
+    check_arch,
+    check_counts,
     check_num_rows,
+    check_sizes,
     default_optimizer,
     log_counts,
     one_table_per_feature,
@@ -50,6 +53,9 @@ class DLRMModule(ClickModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, log_train_loss)
         check_num_rows(num_rows)
+        check_sizes(embedding_dim=embedding_dim, num_counts=num_counts)
+        check_arch("dense_arch", dense_arch, least=1)
+        check_arch("over_arch", over_arch, least=2)  # TorchRec wants a hidden layer
         if dense_arch[-1] != embedding_dim or over_arch[-1] != 1:
             raise Refused(
                 f"Expected dense_arch to end in embedding_dim={embedding_dim} and over_arch in 1, "
@@ -76,6 +82,7 @@ class DLRMModule(ClickModule):
     def forward(self, batch: Batch) -> Tensor:
         """Logits of a click, (B,)."""
         assert self.net is not None
+        check_counts(batch, self.num_counts)
         logits: Tensor = self.net(log_counts(batch.dense_features), batch.sparse_features)
         return logits.squeeze(1)
 
@@ -120,6 +127,7 @@ class DLRMDCNModule(DLRMModule):
             lr_scheduler,
             log_train_loss,
         )
+        check_sizes(cross_layers=cross_layers, cross_rank=cross_rank)
         self.cross_layers, self.cross_rank = cross_layers, cross_rank
 
     @override

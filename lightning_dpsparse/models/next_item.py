@@ -13,7 +13,6 @@ from abc import abstractmethod
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -25,12 +24,16 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_flag, check_number, check_path, check_whole, shown
+from lightning_dpsparse.files import has_numbers, is_readable_file, read_npy, read_npz
 from lightning_dpsparse.models.base import RecommenderModule
 from lightning_dpsparse.models.retrieval import CUTOFFS, retrieval_metrics
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.items import ItemTable
 
 # B examples, K negatives of an example, R items, D width
+
+_MOST_NEGATIVES, _MOST_WIDTH = 100_000, 1_000_000
 
 
 class NextItemModule(RecommenderModule):
@@ -71,11 +74,13 @@ class NextItemModule(RecommenderModule):
         lr_scheduler: LRSchedulerCallable | None,
         log_train_loss: bool | None = None,
     ) -> None:
-        if num_items < 2 or num_negatives < 1 or temperature <= 0:
-            raise Refused(
-                "Expected num_items of at least 2, num_negatives of at least 1 and a positive "
-                f"temperature, found {num_items}, {num_negatives} and {temperature}."
-            )
+        expected = "num_items of at least 2, num_negatives of at least 1 and a positive temperature"
+        check_whole("num_items", num_items, 2, expected=expected)
+        check_whole("num_negatives", num_negatives, most=_MOST_NEGATIVES, expected=expected)
+        check_number("temperature", temperature, above=0, expected=expected)
+        check_whole("embedding_dim", embedding_dim, most=_MOST_WIDTH)
+        check_flag("normalize", normalize)
+        check_path("negatives", negatives, remedy="'uniform' draws all items alike.")
         answer_size = min(max(CUTOFFS), num_items)
         super().__init__(
             partial(retrieval_metrics, answer_size=answer_size),
@@ -229,30 +234,26 @@ def _public_weights(negatives: str, num_items: int) -> Tensor | None:
             "public weights."
         )
     path = Path(negatives)
-    if path.suffix not in (".npy", ".npz") or not path.is_file():
+    if path.suffix not in (".npy", ".npz") or not is_readable_file(path):
         raise Refused(
             "Expected negatives to be 'uniform', or an existing .npy or .npz file with one public "
-            f"weight for every item, found {negatives!r}."
+            f"weight for every item, found {shown(negatives)}. Use 'uniform', or write the file."
         )
-    try:
-        weight_R = _read_weights(path)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise Refused(
-            f"Expected public weights that can be read as numbers in {negatives!r}, found "
-            "something else. Write the file with numpy.save or numpy.savez."
-        ) from error
-    if weight_R.shape != (num_items,) or not (np.isfinite(weight_R) & (weight_R > 0)).all():
-        raise Refused(
-            f"Expected {num_items:,} positive weights in {negatives!r} (in an .npz file under the "
-            f"name 'item'), found shape {weight_R.shape}, or weights that are not positive. Add "
-            "one to counts: an item that is never drawn as a negative cannot be corrected for."
-        )
+    weight_R = _read_weights(path)
+    # A share that is rounded to zero would have no logarithm.
+    is_good = weight_R.shape == (num_items,) and has_numbers(weight_R) and (weight_R > 0).all()
+    with np.errstate(over="ignore"):
+        if not is_good or not (weight_R / weight_R.sum(dtype=np.float64) > 0).all():
+            raise Refused(
+                f"Expected {num_items:,} positive weights in {negatives!r} (in an .npz file under "
+                f"the name 'item'), found {weight_R.dtype} of shape {weight_R.shape}, or weights "
+                "that are not positive. Add one to counts: an item that is never drawn as a "
+                "negative cannot be corrected for."
+            )
     return torch.from_numpy(weight_R.astype(np.float64))
 
 
 def _read_weights(path: Path) -> NDArray[Any]:
     if path.suffix == ".npy":
-        array: NDArray[Any] = np.load(path)
-        return array
-    with np.load(path) as arrays:
-        return arrays["item"] if "item" in arrays else np.zeros(0)
+        return read_npy(path, "public weights")
+    return read_npz(path, ["item"], "public weights").get("item", np.zeros(0))

@@ -15,8 +15,11 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.models.click import (
     ClickModule,
+    check_arch,
+    check_counts,
     check_num_rows,
     default_optimizer,
     feature_names,
@@ -61,6 +64,8 @@ class PCTRModule(ClickModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, log_train_loss)
         check_num_rows(num_rows)
+        check_arch("hidden", hidden)
+        check_whole("num_counts", num_counts, 0)
         self.num_rows, self.hidden, self.num_counts = num_rows, hidden, num_counts
         self.widths = [embedding_width(rows) for rows in num_rows]
         self.tables: EmbeddingBagCollection | None = None
@@ -81,6 +86,7 @@ class PCTRModule(ClickModule):
     def forward(self, batch: Batch) -> Tensor:
         """Logits of a click, (B,)."""
         assert self.tables is not None
+        check_counts(batch, self.num_counts)
         embedded = self.tables(batch.sparse_features).to_dict()
         names = feature_names(len(self.num_rows))
         parts = [embedded[name][:, :width] for name, width in zip(names, self.widths)]

@@ -19,12 +19,15 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from typing_extensions import override
 
+from lightning_dpsparse.checks import check_number, check_whole
 from lightning_dpsparse.models.attention import Block
 from lightning_dpsparse.models.base import default_optimizer
 from lightning_dpsparse.models.next_item import NextItemModule, check_features, labels
 from lightning_dpsparse.refused import Refused
 
 # B examples, T positions, K negatives of an example, D width, L ids of all contexts
+
+_MOST_LENGTH, _MOST_BLOCKS = 100_000, 1_000
 
 
 class Positions(NamedTuple):
@@ -95,14 +98,15 @@ class SASRecModule(NextItemModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
     ) -> None:
-        if max_length < 1 or num_blocks < 0 or not 0 <= dropout < 1:
+        check_whole("max_length", max_length, most=_MOST_LENGTH)
+        check_whole("num_blocks", num_blocks, 0, _MOST_BLOCKS)
+        check_number("dropout", dropout, least=0, below=1, remedy="The default is 0.")
+        check_whole("num_heads", num_heads)
+        check_whole("embedding_dim", embedding_dim)
+        if embedding_dim % num_heads:
             raise Refused(
-                "Expected max_length of at least 1, num_blocks of at least 0 and dropout from 0 to "
-                f"below 1, found {max_length}, {num_blocks} and {dropout}."
-            )
-        if num_heads < 1 or embedding_dim % num_heads:
-            raise Refused(
-                f"Expected num_heads that divide embedding_dim={embedding_dim}, found {num_heads}."
+                f"Expected num_heads that divide embedding_dim={embedding_dim}, found {num_heads}. "
+                "Change one of them."
             )
         super().__init__(
             num_items=num_items,

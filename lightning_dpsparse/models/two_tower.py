@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import override
 
 from lightning_dpsparse.models.base import default_optimizer
+from lightning_dpsparse.models.click import check_arch
 from lightning_dpsparse.models.next_item import NextItemModule, check_features, labels
 from lightning_dpsparse.refused import Refused
 
@@ -65,10 +66,11 @@ class TwoTowerModule(NextItemModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
     ) -> None:
+        check_arch("context_layers", context_layers)
         if context_layers and context_layers[-1] != embedding_dim:
             raise Refused(
                 f"Expected context_layers to end in embedding_dim={embedding_dim}, found "
-                f"{context_layers}: contexts and items must be of one width."
+                f"{context_layers}: contexts and items must be of one width. Change the last size."
             )
         super().__init__(
             num_items=num_items,

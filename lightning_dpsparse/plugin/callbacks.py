@@ -135,6 +135,8 @@ class PrivacyReport(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        if getattr(trainer.strategy, "private_run", None) is None:
+            return  # refused before there was a run: nothing was spent
         try:
             self._write(trainer, is_end=True)
         except (OSError, Refused) as error:  # the exception must be heard, not this

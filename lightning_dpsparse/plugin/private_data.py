@@ -46,7 +46,9 @@ from lightning_dpsparse.sampling.units import (
     CappedExamples,
     Units,
     WholeUsers,
+    check_day_starts,
     check_one_day,
+    check_users,
 )
 from lightning_dpsparse.sharded.split_batch import empty_batch
 
@@ -104,6 +106,11 @@ def private_loader(
     if plan.sampling == "unamplified":
         return loader, _any_order(loader, plan, place)
     plain = _plain(loader, plan)
+    if not len(cast(Sized, plain.dataset)):
+        raise Refused(
+            f"Expected examples to train on, found none in {type(plain.dataset).__name__}. Give "
+            "the training loader a data set that has some."
+        )
     batch = plan.expected_batch_size or cast(int, plain.batch_size) * place.world_size
     if plan.sampling == "fixed_order":
         return _fixed_order(plain, batch, place)
@@ -171,8 +178,7 @@ def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
         check_no_repeats(dataset)
         return AllExamples(size), size
     users = _attribute(dataset, "users", "whose each example is", "unit")
-    if len(users) != size:
-        raise Refused(f"Expected {size:,} users, one for each example, found {len(users):,}.")
+    check_users(users, size)
     kind = WholeUsers if plan.unit.drawn == "users" else CappedExamples
     units = kind(users, plan.unit.max_examples)
     return units, units.num_users
@@ -187,6 +193,7 @@ def _days(
     length: int,
 ) -> list[Phase]:
     starts = _attribute(dataset, "day_starts", "where each day begins", "by_day")
+    check_day_starts(starts, len(cast(Sized, dataset)))
     if place.planned_steps is None and not place.is_one_epoch:
         raise Refused(
             "Expected max_epochs=1 or max_steps with by_day, found several epochs: one takes all "
@@ -217,7 +224,13 @@ def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
             f"Expected {type(dataset).__name__}.{name}, which says {meaning}, found none. The "
             f"plan's {setting!r} needs it."
         )
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # of lists of several lengths
+        raise Refused(
+            f"Expected {type(dataset).__name__}.{name} to be one list, which says {meaning}, found "
+            "lists of several lengths. Give each example one."
+        ) from error
 
 
 def _fixed_order(

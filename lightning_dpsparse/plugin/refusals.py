@@ -7,24 +7,64 @@ nobody charged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
+    LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.tuner.lr_finder import _LRCallback  # while it searches
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_dpsparse.checks import LARGEST, check_choice, check_kind
 from lightning_dpsparse.engine.mechanism import Mechanism
+from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.history import History
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sharded.fused import FusedOptimizer
+from lightning_dpsparse.sharded.placement import Placement
+from lightning_dpsparse.sharded.refusals import check_backend
+
+
+def check_strategy(
+    privacy: object,
+    placement: object,
+    fused_optimizer: object,
+    uneven_loaders: object,
+    process_group_backend: object,
+    timeout: object,
+    start_method: object,
+) -> None:
+    """Refuse arguments of the strategy that are of a wrong kind. None is a default."""
+    for name, value, kind in (
+        ("privacy", privacy, PrivacyPlan),
+        ("placement", placement, Placement),
+        ("fused_optimizer", fused_optimizer, FusedOptimizer),
+        ("timeout", timeout, timedelta),
+    ):
+        if value is not None:
+            check_kind(name, value, kind, remedy=f"Make a {kind.__name__}, or leave it out.")
+    check_choice("uneven_loaders", uneven_loaders, ("raise", "truncate"))
+    check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+    check_backend(process_group_backend)
+    selection = selection_of(privacy.mechanism) if isinstance(privacy, PrivacyPlan) else None
+    if start_method != "popen" and selection is not None and selection.maps_to_one_row:
+        raise Refused(
+            "Expected start_method='popen' where unselected ids read one row, found "
+            f"{start_method!r}: the module that comes back from the other processes would not know "
+            "of that row. Start the script with torchrun, or leave start_method out."
+        )
 
 
 def check_module_class(module: object) -> None:
@@ -60,6 +100,16 @@ def check_trainer(trainer: Trainer, precision: Precision) -> None:
             "gradients never exist outside the fused optimizer, so only dense layers would be "
             "clipped. Leave it out."
         )
+
+
+def check_learning_rate_finder(trainer: Trainer, found: str) -> None:
+    """Refuse Lightning's search for a learning rate, where `found` says what it cannot do."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (LearningRateFinder, _LRCallback)):
+            raise Refused(
+                f"Expected a learning rate that is set, found LearningRateFinder {found}. Choose "
+                "the learning rate on public data, or by hand."
+            )
 
 
 def check_accumulation(trainer: Trainer) -> None:
@@ -118,8 +168,15 @@ def check_averaging(trainer: Trainer, mechanism: Mechanism | None) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that take more than one gradient for a step."""
+    """Refuse optimizers that take more than one gradient for a step, or have no learning rate."""
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 0.0)
+            if not math.isfinite(rate) or rate < 0 or rate > LARGEST:
+                raise Refused(
+                    f"Expected a learning rate of the dense layers from 0 to {LARGEST:g}, found "
+                    f"{float(rate)} in {type(optimizer).__name__}. Set its lr."
+                )
         if isinstance(optimizer, LBFGS):
             raise Refused(
                 "Expected an optimizer that takes one gradient a step, found LBFGS: each of its "

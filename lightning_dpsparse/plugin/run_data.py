@@ -73,7 +73,10 @@ class RunData:
     def resolve(self, plan: PrivacyPlan, module: nn.Module) -> RunPlan:
         """The plan of the run: the user's plan, with this data, this model and its noise."""
         planned = self._trainer.estimated_stepping_batches  # asks the ranks: on all of them
-        sampled = self.sampled
+        sampled, tables = self.sampled, public_tables(module)
+        plan.mechanism.check_tables(tables)
+        dense = (name for name, _ in module.named_parameters())
+        plan.clipping.check_parameters([*(table.name for table in tables), *dense])
         return from_rank_zero(  # calibration takes seconds: once is enough
             lambda: resolve(
                 plan,
@@ -82,7 +85,7 @@ class RunData:
                 sampled.expected_batch,
                 None if math.isinf(planned) else int(planned),
                 sampled.steps_per_pass,
-                public_tables(module),
+                tables,
             )
         )
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin import loaders, refusals
+from lightning_dpsparse.plugin.launcher import ShardedLauncher
 from lightning_dpsparse.plugin.table_schedule import TableSchedule
 from lightning_dpsparse.sharded import build, fused, shards
 from lightning_dpsparse.sharded.fused import FusedOptimizer
@@ -53,6 +54,15 @@ class ShardedStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        refusals.check_strategy(
+            privacy,
+            placement,
+            fused_optimizer,
+            uneven_loaders,
+            process_group_backend,
+            timeout,
+            start_method,
+        )
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )
@@ -68,6 +78,12 @@ class ShardedStrategy(DDPStrategy):
         return self.lightning_module
 
     # ---- set-up ---------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = ShardedLauncher(self, start_method=self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -99,6 +115,9 @@ class ShardedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self.module
         refusals.check_trainer(trainer, self.precision_plugin)
+        if self.privacy is not None:
+            why = "in a private run: it trains on the data and compares losses without noise"
+            refusals.check_learning_rate_finder(trainer, why)
         refusals.check_batch_norm(module, sync_batchnorm=self._layer_sync is not None)
         check_wrappers(module)
         self.precision_plugin.convert_module(module)
@@ -156,6 +175,9 @@ class ShardedStrategy(DDPStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Backward of the mean loss over all ranks' examples; the tables are updated on the way."""
+        if closure_loss.ndim:
+            why = "with one loss per example, of which it takes only one"
+            refusals.check_learning_rate_finder(self.module.trainer, why)
         loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         mean = _global_mean(loss, self.world_size)
         self.precision_plugin.backward(mean, self.module, optimizer, *args, **kwargs)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dpsparse.budget import WRITE_AHEAD
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.history import keep_history
@@ -86,16 +87,12 @@ class DPSparseStrategy(ShardedCheckpoints):
             timeout,
             start_method,
         )
-        if max_physical_batch is not None and (privacy is None or max_physical_batch < 1):
-            raise Refused(
-                f"Expected max_physical_batch of at least 1, and a privacy plan, found "
-                f"{max_physical_batch} and {privacy}. Without privacy, use a smaller batch_size."
-            )
-        if write_ahead < 1:
-            raise Refused(
-                f"Expected write_ahead of at least 1, found {write_ahead}: a step is charged "
-                "before it begins."
-            )
+        if max_physical_batch is not None:
+            expected = "max_physical_batch of at least 1, and a privacy plan"
+            check_whole("max_physical_batch", max_physical_batch, expected=expected)
+            if privacy is None:
+                raise Refused(f"Expected {expected}, found no plan. Use a smaller batch_size.")
+        check_whole("write_ahead", write_ahead, remedy="A step is charged before it begins.")
         if resume not in (None, "auto"):
             raise Refused(
                 f"Expected resume='auto' or None, found {resume!r}. To go on from one checkpoint, "

@@ -16,16 +16,10 @@ from typing import Any
 from lightning_dpsparse.durable.files import make_folder, write_files
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report.page import page
+from lightning_dpsparse.report.shape import check_facts
 from lightning_dpsparse.report.text import show
 
 __all__ = ["add_audit", "add_exposures", "read", "render", "show", "write"]
-
-FORMAT = 1
-_SECTIONS = (
-    "run", "created", "guarantee", "target", "ran", "ledger", "epsilon_over_time",
-    "epsilon_for_delta", "cross_check", "taints", "not_covered", "audits", "versions",
-)  # fmt: skip
-"""What every report has. Reports of older versions lack other facts."""
 
 JSON_NAME, HTML_NAME = "privacy_report.json", "privacy_report.html"
 
@@ -38,17 +32,7 @@ def render(facts: Mapping[str, Any]) -> str:
     calls a run private whose epsilon is unbounded or that has a fault.
     Reference: Ponomareva et al. 2023, section 5.3 (arXiv:2303.00654).
     """
-    if facts.get("format") != FORMAT:
-        raise Refused(
-            f"Expected a privacy report of format {FORMAT}, found {facts.get('format')!r}. "
-            "Read it with the version of lightning_dpsparse that wrote it."
-        )
-    missing = [name for name in _SECTIONS if name not in facts]
-    if missing:
-        raise Refused(
-            f"Expected a whole privacy report, found one without {', '.join(missing)}. Take the "
-            "report of a checkpoint of the same run instead."
-        )
+    check_facts(facts)
     return page(facts)
 
 
@@ -58,6 +42,7 @@ def write(facts: Mapping[str, Any], folder: Path) -> None:
     Guarantees: a reader finds each file whole, old or new, after a power cut too; neither changes
     unless both could be made. A number that is not finite is refused.
     """
+    check_facts(facts)
     data = json.dumps(dict(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     texts = {JSON_NAME: data.encode(), HTML_NAME: render(facts).encode()}
     write_files(make_folder(folder), texts)
@@ -66,13 +51,13 @@ def write(facts: Mapping[str, Any], folder: Path) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The facts that `write` put into `folder`."""
     path = folder / JSON_NAME
-    if not path.is_file():
+    if not _is_file(path):
         raise Refused(
             f"Expected {JSON_NAME} in {folder}, found none. Name the folder of a private run."
         )
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(path.read_bytes(), object_pairs_hook=_each_once)
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise Refused(
@@ -82,9 +67,25 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or that holds a zero byte
+        return False
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as an object. A fact that is there twice would be read in two ways."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
 def add_audit(folder: Path, audit: Mapping[str, Any]) -> None:
     """Add the result of an audit to the report in `folder`."""
     facts = read(folder)
+    check_facts(facts)
     write({**facts, "audits": [*facts["audits"], dict(audit)]}, folder)
 
 

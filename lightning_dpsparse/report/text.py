@@ -11,6 +11,8 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_dpsparse.refused import spell_out
+
 
 def show(value: Any, null: str = "none") -> str:
     """A value as a reviewer reads it; the only place where values are formatted.
@@ -33,11 +35,7 @@ def show(value: Any, null: str = "none") -> str:
         # ".6g" would cut an expected batch of 1,234,567 short.
         is_whole = value.is_integer() or abs(value) >= 1e5
         return f"{value:,.0f}" if is_whole and abs(value) < 1e15 else f"{value:,.6g}"
-    return "".join(c if c.isprintable() or c == "\n" else _spell(c) for c in str(value))
-
-
-def _spell(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "\n".join(spell_out(line) for line in str(value).split("\n"))
 
 
 def escape(value: Any, null: str = "none") -> str:

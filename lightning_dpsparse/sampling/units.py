@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,9 +98,41 @@ class WholeUsers:
         return [*np.searchsorted(self._first, day_starts).tolist(), self.count]
 
 
+def check_users(users_N: NDArray[Any], num_examples: int) -> None:
+    """Refuse what does not say whose each example is, by a number or a text for each."""
+    is_plain = users_N.dtype.kind in "biufUS"
+    if users_N.dtype.kind == "O":  # texts from a table, say
+        is_plain = {type(user) for user in users_N.ravel()} in ({str}, {int}, {bytes}, set())
+    if users_N.shape != (num_examples,) or not is_plain:
+        raise Refused(
+            f"Expected {num_examples:,} users, one for each example, found {users_N.dtype} of "
+            f"shape {users_N.shape}. Give each example its user's number."
+        )
+    if users_N.dtype.kind == "f" and not np.isfinite(users_N).all():
+        raise Refused(
+            "Expected a user for every example, found numbers that are not finite: examples "
+            "without a user would protect nobody. Give each a number."
+        )
+
+
+def check_day_starts(starts: NDArray[Any], num_examples: int) -> None:
+    """Refuse what does not say at which example each day begins."""
+    is_list = starts.ndim == 1 and starts.size > 0 and starts.dtype.kind in "iu"
+    if not is_list or (np.diff(starts.astype(np.int64)) < 0).any():
+        raise Refused(
+            "Expected day_starts to be the numbers of the days' first examples, in order, found "
+            f"{starts.dtype} of shape {starts.shape}, or another order. Give whole numbers."
+        )
+    if starts.min() < 0 or starts.max() > num_examples:
+        raise Refused(
+            f"Expected day_starts from 0 to {num_examples:,}, the number of examples, found other. "
+            "Give the numbers of the days' first examples."
+        )
+
+
 def check_one_day(users_N: Sequence[int] | Ints, day_starts: Sequence[int]) -> None:
     """Refuse users with examples on several days where the plan says that there are none."""
-    users = np.asarray(users_N, dtype=np.int64)
+    users = np.unique(np.asarray(users_N), return_inverse=True)[1]
     day_N = np.searchsorted(np.asarray(day_starts), np.arange(users.size), side="right")
     pairs = np.unique(np.stack([users, day_N]), axis=1)
     if np.unique(users).size != pairs.shape[1]:

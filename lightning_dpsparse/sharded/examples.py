@@ -42,7 +42,7 @@ def num_examples(batch: Any, fallback: int | None = None) -> int:
         return fallback
     raise Refused(
         f"Expected a KeyedJaggedTensor in the batch, found none in {type(batch).__name__}: its "
-        "examples cannot be counted."
+        "examples cannot be counted. Put the ids of all features into one."
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer
 
+from lightning_dpsparse.checks import check_choice, check_flag, check_number
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.shards import local_kernels
@@ -54,17 +55,27 @@ class FusedOptimizer:
     """Whether the tables' learning rate is multiplied by the factor that the module's scheduler
     applies to the dense one."""
 
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, _FBGEMM_NAME)
+        check_number("learning_rate", self.learning_rate, least=0, remedy="The default is 0.01.")
+        check_number("eps", self.eps, above=0, smallest=1e-37, remedy="The default is 1e-8.")
+        check_number("beta1", self.beta1, least=0, below=1, remedy="The default is 0.9.")
+        check_number("beta2", self.beta2, least=0, below=1, remedy="The default is 0.999.")
+        check_number("weight_decay", self.weight_decay, least=0, remedy="The default is 0.")
+        check_flag("follow_schedule", self.follow_schedule)
+        if self.kind == "sgd" and self.learning_rate * self.weight_decay >= 2:
+            raise Refused(
+                f"Expected learning_rate x weight_decay below 2, found {self.learning_rate} x "
+                f"{self.weight_decay}: weights would grow in every step. Lower one of them."
+            )
+
     def check(self, device: torch.device, mechanism: Mechanism | None = None) -> None:
         """Refuse what FBGEMM or the mechanism would silently leave out or get wrong."""
-        if self.learning_rate < 0:
-            raise Refused(f"Expected learning_rate >= 0, found {self.learning_rate}.")
         if self.kind == "adam" and device.type == "cpu":
             raise Refused(
                 "Expected a fused optimizer with a CPU kernel, found adam, which FBGEMM has on "
                 "CUDA only. Use rowwise_adagrad, adagrad or sgd."
             )
-        if self.weight_decay < 0:
-            raise Refused(f"Expected weight_decay >= 0, found {self.weight_decay}.")
         if mechanism is not None:
             mechanism.check_optimizer(self.kind, self.weight_decay)
         elif self.weight_decay and self.kind == "sgd":

@@ -138,7 +138,7 @@ class ItemTable:
         if query_BD.ndim != 2 or query_BD.shape[1] != self._width:
             raise Refused(
                 f"Expected queries as wide as table {self._table!r}, (B, {self._width}), found "
-                f"shape {tuple(query_BD.shape)}."
+                f"shape {tuple(query_BD.shape)}. Give a row for each query."
             )
         self._make_readable()
         query_BD, size = query_BD.double(), len(query_BD)

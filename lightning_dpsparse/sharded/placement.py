@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from lightning_dpsparse.checks import check_choice, check_mapping, check_whole, check_whole_list
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import plain_collections, table_configs
 from lightning_dpsparse.sharded.cut import ShardedSequences, ShardedTables
@@ -71,6 +72,24 @@ class TablePlacement:
     shards: int | None = None
     """Number of column pieces into which a column_wise, table_column_wise or grid table is cut."""
 
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, get_args(PlacementKind))
+        if self.ranks is not None:
+            check_whole_list(
+                "ranks", self.ranks, 0, remedy="Name ranks from 0 on, or leave it out."
+            )
+        if self.ranks is not None and not self.ranks:
+            raise Refused("Expected ranks, found an empty list. Name one, or leave ranks out.")
+        if self.shards is None:
+            return
+        check_whole("shards", self.shards, remedy="Or leave it out.")
+        if self.kind not in _SPLITS_COLUMNS or len(self.ranks or [0] * self.shards) != self.shards:
+            raise Refused(
+                f"Expected shards with one of {sorted(_SPLITS_COLUMNS)}, and as many as there are "
+                f"ranks, found {self.shards} with {self.kind} and ranks {self.ranks}. Leave shards "
+                "out."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -81,6 +100,13 @@ class Placement:
 
     tables: dict[str, PlacementKind | TablePlacement] = field(default_factory=dict)
     """How single tables are cut, by name: a kind, or a kind with ranks or a number of pieces."""
+
+    def __post_init__(self) -> None:
+        check_choice("default", self.default, get_args(PlacementKind))
+        check_mapping("tables", self.tables)
+        for table, choice in self.tables.items():
+            if not isinstance(choice, TablePlacement):
+                check_choice(f"tables[{table!r}]", choice, get_args(PlacementKind))
 
     def of(self, table: str) -> TablePlacement:
         choice = self.tables.get(table, self.default)
@@ -283,7 +309,7 @@ def _constraint(
     if choice.ranks is not None and not set(choice.ranks) <= set(range(world_size)):
         raise Refused(
             f"Expected ranks from 0 to {world_size - 1} for table {config.name!r}, found "
-            f"{choice.ranks}."
+            f"{choice.ranks}. Name these, or use more devices."
         )
     if choice.kind == "table_wise" and choice.ranks is not None and len(choice.ranks) != 1:
         raise Refused(

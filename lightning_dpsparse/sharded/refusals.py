@@ -1,7 +1,8 @@
 """Refuses set-ups that TorchRec or FBGEMM accept and then compute wrongly. Each was reproduced.
 
 `check_tables` and `check_wrappers` look at the module, before anything is planned. `check_plan`
-looks at the plan, before tables are sharded. Settings of the fused optimizer are checked in
+looks at the plan, before tables are sharded, and `check_backend` at the name of what ranks talk
+by. Settings of the fused optimizer are checked in
 `fused.py`, and those of placements in `placement.py`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import get_ec_index_dedup
@@ -16,6 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from lightning_dpsparse.checks import shown
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.collections import (
     SHARDED,
@@ -25,6 +28,20 @@ from lightning_dpsparse.sharded.collections import (
 )
 from lightning_dpsparse.sharded.cut import PrivateLookup
 from lightning_dpsparse.sharded.placement import COLUMN_MULTIPLE, SPLITS_ROWS, is_mean
+
+
+def check_backend(name: object) -> None:
+    """Refuse a backend of process groups that torch does not know; None is what fits the device."""
+    if name is None:
+        return
+    # One for all devices, or one for each: "cpu:gloo,cuda:nccl".
+    parts = name.split(",") if isinstance(name, str) else [""]
+    known = [backend for backend in dist.Backend.backend_list if backend != "undefined"]
+    if not all(part.rpartition(":")[2] in known for part in parts):
+        raise Refused(
+            f"Expected process_group_backend to be one of {known}, found {shown(name)}. Leave it "
+            "out: gloo is for CPU, and nccl for CUDA."
+        )
 
 
 def check_tables(module: nn.Module) -> None:

@@ -125,6 +125,9 @@ def test_an_audit_called_from_python_checks_its_options() -> None:
     for options in ({"num_canaries": 1}, {"num_canaries": 10, "confidence": 1.0}):
         with pytest.raises(Refused, match="num_canaries of at least 2 and confidence between"):
             one_run_audit(trainer, LightningModule(), SyntheticData(), **options)
-    for options in ({"repeats": []}, {"seed": -1}):
-        with pytest.raises(Refused, match="at least one number of repeats"):
+    for options, message in (
+        ({"repeats": []}, "at least one number of repeats"),
+        ({"seed": -1}, "Expected seed >= 0, found -1"),
+    ):
+        with pytest.raises(Refused, match=message):
             SecretSharer(**options)

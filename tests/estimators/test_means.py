@@ -128,10 +128,17 @@ def test_no_noise_is_not_private() -> None:
         assert epsilon_of([(event_of_mean(0.0, kind=kind, rate=0.1), 1)], 1e-6) == math.inf
 
 
-@pytest.mark.parametrize("bad", [{"divisor": 0.0}, {"clip_norm": -1.0}, {"noise_multiplier": -1.0}])
-def test_refusals(bad: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"divisor": 0.0}, "Expected divisor > 0"),
+        ({"clip_norm": -1.0}, "Expected clip_norm > 0"),
+        ({"noise_multiplier": -1.0}, "Expected noise_multiplier >= 0"),
+    ],
+)
+def test_refusals(bad: dict[str, float], message: str) -> None:
     good = {"divisor": 1.0, "clip_norm": 1.0, "noise_multiplier": 1.0}
-    with pytest.raises(ValueError, match="Expected divisor > 0"):
+    with pytest.raises(ValueError, match=message):
         noisy_mean(np.eye(2), **{**good, **bad})
     with pytest.raises(ValueError, match="noise_multiplier >= 0"):
         event_of_mean(math.nan)

@@ -221,9 +221,9 @@ def test_evaluation_is_a_loop_over_all_items(normalize: bool) -> None:
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="that divide embedding_dim=8, found 3"):
         sasrec(num_heads=3)
-    with pytest.raises(ValueError, match=r"of at least 1, num_blocks .* found 0, 2 and 0"):
+    with pytest.raises(ValueError, match="max_length >= 1, found 0"):
         sasrec(max_length=0)
-    with pytest.raises(ValueError, match="dropout from 0 to below 1, found 5, 2 and 1"):
+    with pytest.raises(ValueError, match="dropout between 0 and 1, found 1"):
         sasrec(dropout=1.0)
     with pytest.raises(ValueError, match="couple the examples"):
         sasrec(negatives="in_batch")

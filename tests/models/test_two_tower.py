@@ -205,14 +205,14 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="Expected 30 positive weights"):
             two_towers(negatives=str(tmp_path / f"{name}.npy"))
     np.savez(tmp_path / "other.npz", something=np.ones(ITEMS))
-    with pytest.raises(ValueError, match=r"found shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"of shape \(0,\)"):
         two_towers(negatives=str(tmp_path / "other.npz"))
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="to end in embedding_dim=8"):
         two_towers(context_layers=[8, 6])
-    with pytest.raises(ValueError, match="positive temperature, found 30, 5 and 0"):
+    with pytest.raises(ValueError, match="positive temperature, found 0"):
         two_towers(temperature=0)
 
 

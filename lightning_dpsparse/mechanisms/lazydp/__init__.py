@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_dpsparse.checks import check_flag, check_whole
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.state import StepNoise, TableKernel
 from lightning_dpsparse.mechanisms.lazydp.state import LazyTables
@@ -50,6 +51,10 @@ class LazyDP(Mechanism):
         "all other data. Not covered: one who watches the memory of the running job, where rows "
         "still owe noise."
     )
+
+    def __post_init__(self) -> None:
+        check_flag("aggregate", self.aggregate)
+        check_whole("chunk_rows", self.chunk_rows)
 
     def check_optimizer(self, kind: str, weight_decay: float) -> None:
         if kind != "sgd":

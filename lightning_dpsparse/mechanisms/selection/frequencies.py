@@ -13,18 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dpsparse.accounting.events import DpEvent, composed, gaussian, gumbel
+from lightning_dpsparse.checks import check_mapping, check_number, check_path, check_whole
 from lightning_dpsparse.engine.step_inputs import Table
+from lightning_dpsparse.files import has_numbers, is_readable_file, read_npz
 from lightning_dpsparse.noise.grid import grid_of, round_to_
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
 
 # R rows of a table: its whole public range of ids, whether they occur or not
+
+_MOST_IDS = 1_000_000
+"""Most ids of one bag that may be counted."""
 
 
 class Frequencies(ABC):
@@ -43,6 +47,9 @@ class PublicFrequencies(Frequencies):
     """Path of an .npz file. It holds an array for every table, under the table's name, with a count
     for every row."""
 
+    def __post_init__(self) -> None:
+        check_path("path", self.path, remedy="Name an .npz file of public counts.")
+
     @property
     def trusted(self) -> str:
         """What the report says of the file."""
@@ -53,21 +60,23 @@ class PublicFrequencies(Frequencies):
 
     def scores(self, tables: Sequence[Table]) -> dict[str, Tensor]:
         path = Path(self.path)
-        if not path.is_file():
+        if not is_readable_file(path):
             raise Refused(
                 f"Expected public frequencies in {self.path!r}, found no such file. Write one with "
                 "numpy.savez: an array of counts for every table, under its name."
             )
-        with np.load(path) as arrays:
-            found = {t.name: arrays[t.short_name] for t in tables if t.short_name in arrays}
+        found = read_npz(path, [table.short_name for table in tables], "public frequencies")
         for table in tables:
-            if table.name not in found or found[table.name].shape != (table.num_rows,):
-                shape = found[table.name].shape if table.name in found else "nothing"
+            counts = found.get(table.short_name)
+            if counts is None or counts.shape != (table.num_rows,) or not has_numbers(counts):
+                seen = "nothing"
+                if counts is not None:
+                    seen = f"{counts.shape} of {counts.dtype}, or numbers that are not finite"
                 raise Refused(
                     f"Expected {table.num_rows:,} counts for table {table.short_name!r} in "
-                    f"{self.path!r}, found {shape}."
+                    f"{self.path!r}, found {seen}. Give each row of the table one finite number."
                 )
-        return {name: torch.from_numpy(counts.astype(np.float64)) for name, counts in found.items()}
+        return {t.name: torch.from_numpy(found[t.short_name].astype("f8")) for t in tables}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +94,12 @@ class Histogram(Frequencies):
     """m_f of single features, by name. All other features use max_ids_per_bag."""
 
     def __post_init__(self) -> None:
-        if min([self.max_ids_per_bag, *self.max_ids_of.values()]) < 1:
-            raise Refused("Expected at least one id of a bag to be counted, found fewer.")
+        check_mapping("max_ids_of", self.max_ids_of)
+        counted = {"max_ids_per_bag": self.max_ids_per_bag}
+        counted |= {f"max_ids_of[{name!r}]": most for name, most in self.max_ids_of.items()}
+        for name, most in counted.items():
+            expected = f"at least one id of a bag to be counted in {name}"
+            check_whole(name, most, most=_MOST_IDS, expected=expected)
 
     def most_ids(self, feature: str) -> int:
         return self.max_ids_of.get(feature, self.max_ids_per_bag)
@@ -146,8 +159,7 @@ class NoisyHistogram(Histogram):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.noise_multiplier < math.inf:
-            raise Refused(f"Expected noise_multiplier > 0, found {self.noise_multiplier}.")
+        check_number("noise_multiplier", self.noise_multiplier, above=0)
 
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return gaussian(self.noise_multiplier)
@@ -175,8 +187,7 @@ class GumbelHistogram(Histogram):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.epsilon < math.inf:
-            raise Refused(f"Expected epsilon > 0, found {self.epsilon}.")
+        check_number("epsilon", self.epsilon, above=0)
 
     def event(self, tables: Sequence[Table]) -> DpEvent:
         return composed([(gumbel(self.epsilon), self.counts_per_example(tables))])

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.checks import check_choice, check_flag, check_kind, check_whole
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms.selection.frequencies import Frequencies, Histogram
 from lightning_dpsparse.refused import Refused
@@ -52,14 +53,16 @@ class Selection:
         if sum(value is not None for value in given) != 1:
             raise Refused(
                 "Expected one of rows_per_table and rows_in_total, found "
-                f"{'neither' if given[0] is None else 'both'}."
+                f"{'neither' if given[0] is None else 'both'}. Set one of them."
             )
-        if self.unselected not in ("frozen", "out_of_vocabulary"):
-            raise Refused(
-                f"Expected unselected 'frozen' or 'out_of_vocabulary', found {self.unselected!r}."
-            )
-        if min(value for value in given if value is not None) < 1:
-            raise Refused("Expected at least one row to be selected, found fewer.")
+        check_kind("frequencies", self.frequencies, Frequencies)
+        check_choice("unselected", self.unselected, ("frozen", "out_of_vocabulary"))
+        for name in ("rows_per_table", "rows_in_total"):
+            if getattr(self, name) is not None:
+                expected = f"at least one row to be selected by {name}"
+                check_whole(name, getattr(self, name), expected=expected)
+        check_whole("out_of_vocabulary_row", self.out_of_vocabulary_row, 0)
+        check_flag("renew", self.renew)
         if self.renew and not isinstance(self.frequencies, Histogram):
             raise Refused(
                 "Expected counts of the data with renew=True, found public ones: there is nothing "

@@ -72,14 +72,14 @@ class RowSelector:
         if isinstance(frequencies, Histogram) and frequencies.max_ids_of.keys() - known:
             raise Refused(
                 "Expected features of the tables in max_ids_of, found "
-                f"{sorted(frequencies.max_ids_of.keys() - known)}."
+                f"{sorted(frequencies.max_ids_of.keys() - known)}. The tables have {sorted(known)}."
             )
         row = self.selection.out_of_vocabulary_row
         smallest = min(table.num_rows for table in self._tables)
         if self.selection.maps_to_one_row and not 0 <= row < smallest:
             raise Refused(
                 f"Expected out_of_vocabulary_row within every table, found {row}, where the "
-                f"smallest has {smallest} rows."
+                f"smallest has {smallest} rows. Name a row that every table has."
             )
 
     def open(self, state: MechanismState) -> None:
