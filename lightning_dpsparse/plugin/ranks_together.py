@@ -46,10 +46,10 @@ class RanksTogether(ShardedStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._peers is not None:
+        if self._peers is not None:  # it is None where ranks were only started from, in Python
             self._peers.stop()
-        callbacks = self.module.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [c for c in callbacks if not isinstance(c, _ExceptionNotice)]
+            callbacks = self.module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [c for c in callbacks if not isinstance(c, _ExceptionNotice)]
         super().teardown()
 
     def note_exception(self, exception: BaseException) -> None:

@@ -134,15 +134,11 @@ class ShardedStrategy(DDPStrategy):
             )
             rank_zero_info(f"\nTables, {self.fused_optimizer.kind} fused into backward:\n{plan}\n")
         self.model = module  # sharded in place, never wrapped
-        self.model_to_device()
+        build.move_dense_to(module, self.root_device)
         build.broadcast_dense(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    @override
-    def model_to_device(self) -> None:
-        build.move_dense_to(self.module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.faults.jobs import PATIENCE, noted
+from lightning_dpsparse.budget import WRITE_AHEAD
+from tests.faults.jobs import PATIENCE, check_nothing_lost, journal_of, noted
 from tests.faults.training import Settings
 from tests.support.net_hosts import CARD, Hosts
 
@@ -81,3 +82,51 @@ class HostJob:
         for process in self._processes:
             process.kill()
             process.wait()
+
+
+def come_back_soon(folder: Path, lost: int, port: int) -> None:
+    """Cut a host off for some seconds: all wait for it, and go on."""
+    run = _two_hosts(folder, timeout=60.0)
+    with Hosts(2) as hosts, HostJob(hosts, run, port) as job:
+        job.wait_for_steps(10)
+        hosts.cut_off(lost)
+        time.sleep(4.0)
+        stood_still_at = noted(run)
+        time.sleep(1.0)
+        assert noted(run) == stood_still_at
+        hosts.reconnect(lost)
+        assert job.ended() == [0, 0], job.words()
+    assert check_nothing_lost(run) == 0
+    assert noted(run) == run.steps
+
+
+def come_back_later(folder: Path, lost: int, port: int) -> None:
+    """Cut a host off for longer than the timeout: both end, and another job goes on later."""
+    run = _two_hosts(folder, timeout=8.0)
+    with Hosts(2) as hosts:
+        with HostJob(hosts, run, port) as job:
+            job.wait_for_steps(10)
+            hosts.cut_off(lost)
+            codes = job.ended(patience=8.0 + 20.0)
+            words = job.words()
+        assert 0 not in codes, words
+        assert "has lost the connection to another rank" in words
+        assert check_nothing_lost(run) <= WRITE_AHEAD
+        hosts.reconnect(lost)
+        with HostJob(hosts, run, port + 1) as job:
+            assert job.ended() == [0, 0], job.words()
+    check_nothing_lost(run)
+    journal = journal_of(run)
+    assert journal is not None
+    assert journal.ledger.position == run.steps
+
+
+def _two_hosts(folder: Path, timeout: float) -> Settings:
+    return Settings(
+        root=str(folder / "run"),
+        notes=str(folder / "notes"),
+        hosts=2,
+        steps=60,
+        seconds_per_step=0.02,
+        timeout=timeout,
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from lightning_dpsparse.budget import WRITE_AHEAD
-from tests.faults.hosts import HostJob
-from tests.faults.jobs import check_nothing_lost, journal_of, noted
+from tests.faults.hosts import HostJob, come_back_later, come_back_soon
+from tests.faults.jobs import journal_of, noted
 from tests.faults.training import Settings
 from tests.support.net_hosts import Hosts, why_no_hosts
 
@@ -53,25 +51,7 @@ def test_hosts_without_a_shared_folder_are_refused_before_any_step(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_host_that_comes_back_soon_goes_on(tmp_path: Path) -> None:
-    run = Settings(
-        root=str(tmp_path / "run"),
-        notes=str(tmp_path / "notes"),
-        hosts=2,
-        steps=60,
-        seconds_per_step=0.02,
-        timeout=60.0,
-    )
-    with Hosts(2) as hosts, HostJob(hosts, run, 7003) as job:
-        job.wait_for_steps(10)
-        hosts.cut_off(1)
-        time.sleep(4.0)
-        stood_still_at = noted(run)
-        time.sleep(1.0)
-        assert noted(run) == stood_still_at
-        hosts.reconnect(1)
-        assert job.ended() == [0, 0], job.words()
-    assert check_nothing_lost(run) == 0
-    assert noted(run) == 60
+    come_back_soon(tmp_path, 1, 7003)
 
 
 @pytest.mark.slow
@@ -80,27 +60,4 @@ def test_a_host_that_stays_away_ends_the_run_on_both_and_it_goes_on_later(
     tmp_path: Path, lost: int
 ) -> None:
     """Within the strategy's timeout, and some seconds to end."""
-    run = Settings(
-        root=str(tmp_path / "run"),
-        notes=str(tmp_path / "notes"),
-        hosts=2,
-        steps=60,
-        seconds_per_step=0.02,
-        timeout=8.0,
-    )
-    with Hosts(2) as hosts:
-        with HostJob(hosts, run, 7004) as job:
-            job.wait_for_steps(10)
-            hosts.cut_off(lost)
-            codes = job.ended(patience=8.0 + 20.0)
-            words = job.words()
-        assert 0 not in codes, words
-        assert "has lost the connection to another rank" in words
-        assert check_nothing_lost(run) <= WRITE_AHEAD
-        hosts.reconnect(lost)
-        with HostJob(hosts, run, 7005) as job:
-            assert job.ended() == [0, 0], job.words()
-    check_nothing_lost(run)
-    journal = journal_of(run)
-    assert journal is not None
-    assert journal.ledger.position == 60
+    come_back_later(tmp_path, lost, 7004 + 2 * lost)
