@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dpsparse.accounting.ledger import Ledger
+from lightning_dpsparse.checks import check_mapping, check_names
 from lightning_dpsparse.durable.record_log import Record, RecordLog, read_log
 from lightning_dpsparse.refused import Refused
 
@@ -91,11 +92,21 @@ def read_journal(path: Path) -> JournalState | None:
                 "checkpoint knows, and the report says so."
             )
         return None
-    return _state(found.newest, found.may_lack_a_record, found.damaged)
+    try:
+        return _state(found.newest, found.may_lack_a_record, found.damaged)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(
+            f"Expected the journal of a run in {str(path)!r}, found another kind of file. Restore "
+            "it from a copy, or name another folder in default_root_dir."
+        ) from None
 
 
 def _state(record: Record, may_lack_a_record: bool = False, damaged: int = 0) -> JournalState:
     data = record.data
+    check_mapping("notes", data["notes"])
+    check_names("checkpoints", data["checkpoints"])
     writers = tuple((str(name), int(first)) for name, first in data["writers"])
     return JournalState(
         Ledger.from_data(data["ledger"]),

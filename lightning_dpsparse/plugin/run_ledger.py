@@ -55,10 +55,16 @@ def behind_checkpoint(kept: Mapping[str, Any], folders: Sequence[Path]) -> Earli
     """
 
     def read() -> EarlierRuns:
-        mark = kept["journal"]
-        folder, state = find_journal(mark, kept["ledger"]["run"], folders)
-        ledger, words = reconcile(mark, state)
-        ledger.lost = ledger.steps - Ledger.from_data(kept["ledger"]).position
+        try:
+            mark, saved = kept["journal"], Ledger.from_data(kept["ledger"])
+            folder, state = find_journal(mark, saved.run, folders)
+            ledger, words = reconcile(mark, state)
+        except (KeyError, TypeError, AttributeError):
+            raise Refused(
+                "Expected the ledger of a run, and the position of its journal, in the checkpoint, "
+                "found something else. Go on from a checkpoint that a private run has saved."
+            ) from None
+        ledger.lost = ledger.steps - saved.position
         return EarlierRuns(folder, ledger, state, Position.of(mark), words)
 
     return from_rank_zero(read)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dpsparse.budget import WRITE_AHEAD
-from lightning_dpsparse.checks import check_whole
+from lightning_dpsparse.checks import check_choice, check_flag, check_whole
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.history import keep_history
@@ -93,11 +93,10 @@ class DPSparseStrategy(ShardedCheckpoints):
             if privacy is None:
                 raise Refused(f"Expected {expected}, found no plan. Use a smaller batch_size.")
         check_whole("write_ahead", write_ahead, remedy="A step is charged before it begins.")
-        if resume not in (None, "auto"):
-            raise Refused(
-                f"Expected resume='auto' or None, found {resume!r}. To go on from one checkpoint, "
-                "pass ckpt_path to fit."
-            )
+        if resume is not None:
+            remedy = "To go on from one checkpoint, pass ckpt_path to fit."
+            check_choice("resume", resume, ["auto"], remedy=remedy)
+        check_flag("trust_checkpoints", trust_checkpoints)
         self.max_physical_batch, self.resume = max_physical_batch, resume
         self.write_ahead, self.trust_checkpoints = write_ahead, trust_checkpoints
 

@@ -195,7 +195,7 @@ def _open(path: Path, *, trust: bool, together: bool) -> _Source:
         return _Source(path, meta, stored, reader, is_trusted=True)
     manifest = check_together(path) if together else check_alone(path)
     meta = load_plain(path / META_FILE)
-    if not isinstance(meta, dict) or _INDEX not in meta or META_FILE not in manifest.files:
+    if not _is_ours(meta) or META_FILE not in manifest.files:
         raise Refused(
             f"Expected a checkpoint of this package at {str(path)!r}, found another kind of file "
             "in it. Pass the directory that DPSparseStrategy saved."
@@ -208,6 +208,14 @@ def _open(path: Path, *, trust: bool, together: bool) -> _Source:
         _leave_out(path, objects, has_module=together)
     reader = PlainReader(path, index)
     return _Source(path, meta, index.state_dict_metadata, reader, is_trusted=trust)
+
+
+def _is_ours(meta: Any) -> bool:
+    """Whether this package has written `meta`, as far as its own parts of it can tell."""
+    if not isinstance(meta, dict) or not {_INDEX, _KERNEL_STEPS} <= meta.keys():
+        return False
+    objects = meta.get(_OBJECTS)
+    return isinstance(objects, dict) and all(isinstance(place, str) for place in objects)
 
 
 def _leave_out(path: Path, objects: Mapping[str, str], *, has_module: bool) -> None:
@@ -259,6 +267,11 @@ def consolidate(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """
     source = _open(path, trust=trust, together=False)
     checkpoint, state = source.meta, source.load_whole()
+    if not isinstance(state.get("model"), dict):
+        raise Refused(
+            f"Expected the weights of a model in {str(path)!r}, found {sorted(state)}. Pass a "
+            "directory that DPSparseStrategy saved."
+        )
     weights: Any = OrderedDict(state["model"])
     # Code that takes the weights alone finds their history here.
     weights._metadata = {HISTORY_KEY: checkpoint.get(HISTORY_KEY, [])}

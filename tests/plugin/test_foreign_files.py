@@ -19,7 +19,6 @@ from lightning_dpsparse.cli import main
 from lightning_dpsparse.durable.manifest import (
     MANIFEST_NAME,
     Manifest,
-    digest_file,
     read_manifest,
     write_manifest,
 )
@@ -27,6 +26,7 @@ from lightning_dpsparse.plugin.public_weights import PublicWeights
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.plain_values import load_plain
+from tests.support.forged import signed
 from tests.support.private_runs import NOISY, fit, marked_loader
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import SmallModule, make_trainer
@@ -47,13 +47,6 @@ def checkpoint(one_rank: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("checkpoint")
     one_rank.run(fit, 1, NOISY, folder, save_every=3)
     return folder / "step=3.ckpt"
-
-
-def signed(folder: Path, about: dict[str, Any] | None = None) -> None:
-    """Make the manifest fit, as whoever forges a checkpoint would."""
-    files = {p.name: digest_file(p) for p in folder.iterdir() if p.name != MANIFEST_NAME}
-    known = read_manifest(folder).about if about is None else about
-    write_manifest(folder, Manifest(files, known))
 
 
 # ---- forged checkpoints --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_dpsparse.refused import Refused
 from tests.support.bad_input import assert_is_refusal, run_main
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "40"))
 """How long each slow fuzzer goes on."""
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
