@@ -16,6 +16,15 @@ from tests.support.ranks import Ranks
 # commands inherit it.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
+LAUNCHED = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+)
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -23,6 +32,18 @@ def _ranks(world_size: int, per_host: int | None = None, **settings: Any) -> Ite
     ranks = Ranks(world_size, per_host, **settings)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher_left() -> Iterator[None]:
+    """Lightning's launcher tells its children by this process's environment, and leaves it so."""
+    before = {name: os.environ.get(name) for name in LAUNCHED}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_model import SmallModule, make_trainer
 
 FORGETFUL = pytest.mark.skipif(bool(why_no_fuse()), reason=f"no lossy disk: {why_no_fuse()}")
-QUICK = {("full in the middle of a file", 2), ("sync fails", 1)}
+QUICK = {("full in the middle of a file", 1)}
 
 
 @FORGETFUL

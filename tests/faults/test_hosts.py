@@ -38,6 +38,7 @@ def test_the_key_is_not_seen_between_hosts(tmp_path: Path) -> None:
     assert journal.ledger.run.encode() in seen  # the capture does see what is sent
 
 
+@pytest.mark.slow
 def test_hosts_without_a_shared_folder_are_refused_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run = Settings(root=str(tmp_path / "run"), notes=str(tmp_path / "notes"), hosts=2, steps=5)

@@ -10,12 +10,15 @@ from lightning_dpsparse.budget import WRITE_AHEAD
 from tests.faults.kills import kill_again_and_again
 
 
-@pytest.mark.parametrize(("world_size", "mechanism"), [(1, "adafest"), (2, "lazydp")])
+@pytest.mark.parametrize(
+    ("world_size", "mechanism", "kills"),
+    [pytest.param(1, "adafest", 2, marks=pytest.mark.slow), (2, "lazydp", 1)],
+)
 def test_a_killed_run_goes_on_with_its_ledger(
-    tmp_path: Path, world_size: int, mechanism: str
+    tmp_path: Path, world_size: int, mechanism: str, kills: int
 ) -> None:
     tally = kill_again_and_again(
-        tmp_path / "run", tmp_path / "notes", 2, 3, world_size, mechanism=mechanism, steps=40
+        tmp_path / "run", tmp_path / "notes", kills, 3, world_size, mechanism=mechanism, steps=40
     )
     assert tally.largest_overcharge <= WRITE_AHEAD
 
@@ -29,6 +32,7 @@ def test_many_kills(tmp_path: Path, world_size: int) -> None:
     assert tally.largest_overcharge <= WRITE_AHEAD
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on_with_its_ledger(
     tmp_path: Path,
 ) -> None:

@@ -18,10 +18,10 @@ AT_ONCE = 12.0  # seconds, on a machine that does other things too
 @pytest.mark.parametrize(
     ("world_size", "signum", "ranks", "saves"),
     [
-        (1, TERM, [0], False),
         (1, INT, [0], True),
         (2, TERM, [1], True),
-        (2, INT, [0], False),
+        pytest.param(1, TERM, [0], False, marks=pytest.mark.slow),
+        pytest.param(2, INT, [0], False, marks=pytest.mark.slow),
         pytest.param(2, TERM, [0], False, marks=pytest.mark.slow),
         pytest.param(2, TERM, None, True, marks=pytest.mark.slow),
         pytest.param(2, INT, None, True, marks=pytest.mark.slow),
@@ -39,6 +39,7 @@ def test_all_ranks_stop_with_a_checkpoint_if_asked(
     assert found.saved_steps == ([found.taken] if saves else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_validation_stops_too(tmp_path: Path, world_size: int) -> None:
     found = stop(tmp_path, TERM, [world_size - 1], world_size, phase="validation")
@@ -46,7 +47,7 @@ def test_validation_stops_too(tmp_path: Path, world_size: int) -> None:
     assert found.codes == [EXIT_CODES[TERM]] * world_size, found.words
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_shown_first(
     tmp_path: Path, rank: int
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_shown_first(
     assert check_nothing_lost(run) <= 16
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_saved_if_asked(tmp_path: Path) -> None:
     """They have come to the same point: nobody waits for anybody."""
     run = Settings(
