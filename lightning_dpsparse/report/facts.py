@@ -29,6 +29,8 @@ NOT_COVERED = (
     "of steps or the architecture, unless listed as a taint or accounted elsewhere.",
     "Whoever can read the training process: its memory, the noise key, un-noised gradients, or "
     "what the user's code prints, keeps or writes to files of its own.",
+    "Whoever can read the network between the ranks of a run: un-noised gradients and the data's "
+    "ids cross it unencrypted. Run on one host, or in a network that is trusted or encrypted.",
     "Side channels: how long a step takes, which rows of a table it reads, and an error that ends "
     "the run.",
     "A data set that puts one unit's data into the examples of others: mixing, or features counted "

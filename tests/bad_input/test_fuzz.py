@@ -1,6 +1,6 @@
 """Readers of files, and parsers of options, under random malformed input.
 
-The slow tests go on for `FUZZ_SECONDS` each (40 by default): ten minutes with those of `test_fuzz_saved`.
+The slow tests go on for `FUZZ_SECONDS` each (40 by default), ten minutes with `test_fuzz_saved`.
 """
 
 from __future__ import annotations
