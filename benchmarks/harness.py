@@ -8,6 +8,7 @@ handed; a step is the time from one batch to the request for the next.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def peak_rss_mb() -> float:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return round(int(line.split()[1]) / 1024, 1)
+
+
+def resident_mb() -> float:
+    """The memory that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def peak_rss_alone(module: str, arguments: Sequence[str]) -> float:

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from benchmarks.harness import print_table, write_json_lines
+from benchmarks.harness import print_table, resident_mb, write_json_lines
 from lightning_dpsparse import (
     AdaFEST,
     DPSparseStrategy,
@@ -53,7 +53,7 @@ class Looks(Callback):
             {
                 "steps": trainer.global_step,
                 "cpu_ms_per_step": round((now - self._since) / self._every * 1e3, 3),
-                "resident_mb": round(_resident_mb(), 1),
+                "resident_mb": resident_mb(),
                 "open_files": len(os.listdir("/proc/self/fd")),
                 "journal_bytes": sum(path.stat().st_size for path in journals),
             }
@@ -62,11 +62,6 @@ class Looks(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.process_time()
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def soak(mechanism: str, steps: int) -> list[dict[str, Any]]:
