@@ -42,7 +42,8 @@ def simulate(steps: int, folder: Path) -> list[dict[str, Any]]:
     ahead = forecast(run, ledger)
     forecast_s = time.perf_counter() - start
     budget = Budget(run, ledger, ahead, Journal(folder, ledger.run))
-    clock, owed = Clock(torch.device("cpu")), []
+    clock = Clock(torch.device("cpu"))
+    owed: list[float] = []
     never_paid = torch.zeros(1, dtype=torch.int64)
     found: list[dict[str, Any]] = []
     every, start = max(1, steps // LOOKS), time.perf_counter()

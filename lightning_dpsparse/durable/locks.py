@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from lightning_dpsparse.durable.files import FILE_MODE
+from lightning_dpsparse.refused import Refused
 
 _held: set[int] = set()
 """Descriptors of all locked files of this process."""
@@ -38,9 +39,16 @@ def open_locked(path: Path, *, is_new: bool = False) -> int | None:
         descriptor = os.open(path, flags, FILE_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(descriptor)
             return None
+        except OSError as error:
+            os.close(descriptor)
+            raise Refused(
+                f"Expected a file system with locks at {str(path)!r}, found that it has none "
+                f"({error.strerror}): two runs could spend one budget. Put the run's folder "
+                "(default_root_dir) on another file system, or mount this one with locks."
+            ) from None
         if is_still_at(descriptor, path):  # else it was replaced between the two calls
             _held.add(descriptor)
             return descriptor

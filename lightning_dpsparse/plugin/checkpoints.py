@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.durable import drafts
 from lightning_dpsparse.plugin import lineage, refusals, resuming
-from lightning_dpsparse.plugin.folders import local_path, near_checkpoint
+from lightning_dpsparse.plugin.folders import CAN_GO_ON_KEY, local_path, near_checkpoint
 from lightning_dpsparse.plugin.history import (
     History,
     history_as_data,
@@ -153,9 +153,10 @@ class ShardedCheckpoints(RanksTogether):
         elif self._carried is not None:
             meta[CHECKPOINT_KEY] = self._carried
         meta[HISTORY_KEY] = history_as_data(self._current_history())
+        can_go_on = "optimizer_states" in checkpoint  # absent when the user asked for weights only
 
         def finish(folder: Path) -> dict[str, Any]:
-            about = {"global_step": int(checkpoint["global_step"])}
+            about = {"global_step": int(checkpoint["global_step"]), CAN_GO_ON_KEY: can_go_on}
             if run is None:
                 return about
             write_report(run.facts(), folder)
@@ -171,7 +172,7 @@ class ShardedCheckpoints(RanksTogether):
                 f"{', '.join(f'{place} ({kind})' for place, kind in objects.items())}. Name their "
                 "classes to torch.serialization.add_safe_globals, or leave them out."
             )
-        if run is not None:
+        if run is not None and can_go_on:
             from_rank_zero(lambda: run.ledger.note_checkpoint(path))
 
     @override

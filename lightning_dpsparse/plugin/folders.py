@@ -27,6 +27,8 @@ from lightning_dpsparse.durable.files import FOLDER_MODE, make_folder
 from lightning_dpsparse.refused import Refused
 
 _JOURNALS = "privacy"
+CAN_GO_ON_KEY = "can_go_on"
+"""Where a manifest says whether training can go on from a checkpoint: not from weights alone."""
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:

@@ -24,7 +24,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dpsparse.accounting.journal import JournalState, read_journal
 from lightning_dpsparse.durable import drafts
 from lightning_dpsparse.durable.manifest import read_manifest
-from lightning_dpsparse.plugin.folders import checkpoint_folders, journal_folder, local_path
+from lightning_dpsparse.plugin.folders import (
+    CAN_GO_ON_KEY,
+    checkpoint_folders,
+    journal_folder,
+    local_path,
+)
 from lightning_dpsparse.plugin.launches import is_restart, launch_name
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.run_ledger import behind_journal
@@ -77,8 +82,8 @@ def choose_checkpoint(
         return found
     run.ledger.restore(behind_journal(line.folder, line.journal))
     rank_zero_warn(
-        f"{why}, of which no whole checkpoint is left: run {line.run} begins anew, and the "
-        f"{line.journal.ledger.steps:,} steps that it has been charged for stay charged."
+        f"{why}, of which no whole checkpoint is left to go on from: run {line.run} begins anew, "
+        f"and the {line.journal.ledger.steps:,} steps that it has been charged for stay charged."
     )
     return given
 
@@ -123,7 +128,7 @@ def _plain(trainer: Trainer) -> list[Path]:
                 about = read_manifest(path).about
             except Refused:
                 continue
-            if about.get("run") is None:
+            if about.get("run") is None and about.get(CAN_GO_ON_KEY):
                 found.append((float(about["saved_at"]), path))
     return [path for _, path in sorted(found, reverse=True)]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from pathlib import Path
 
+import pytest
+
+from lightning_dpsparse.durable import locks
 from lightning_dpsparse.durable.locks import close_locked, is_still_at, open_locked
+from lightning_dpsparse.refused import Refused
 
 
 def test_one_holds_it(tmp_path: Path) -> None:
@@ -57,3 +62,14 @@ def test_a_file_that_took_the_place_is_another(tmp_path: Path) -> None:
     path.touch()
     assert not is_still_at(descriptor, path)
     close_locked(descriptor)
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", no_locks)
+    with pytest.raises(Refused, match="Expected a file system with locks"):
+        open_locked(tmp_path / "a")

@@ -85,6 +85,14 @@ def test_a_restart_before_the_first_checkpoint_goes_on_with_the_ledger(
     assert found["facts"]["ran"]["steps_lost"] == 4
 
 
+def test_weights_alone_are_nothing_to_go_on_from(one_rank: Ranks, tmp_path: Path) -> None:
+    one_rank.run(run, tmp_path, FIRST, save_every=2, weights_only=True, fail_at=5, max_epochs=2)
+    assert len(list(tmp_path.glob("weights-*.ckpt"))) == 2
+    found = one_rank.run(run, tmp_path, AGAIN, max_epochs=2)[0]
+    assert found["began_at"] == 0
+    assert ledger_of(found).steps == 10 + 6
+
+
 def test_another_job_in_the_same_folder_is_another_run(one_rank: Ranks, tmp_path: Path) -> None:
     one_rank.run(run, tmp_path, FIRST, save_every=2, fail_at=5)
     for environment in (FIRST, {**AGAIN, "TORCHELASTIC_RUN_ID": "another"}):
