@@ -45,7 +45,14 @@ def write(facts: Mapping[str, Any], folder: Path) -> None:
     check_facts(facts)
     data = json.dumps(dict(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     texts = {JSON_NAME: data.encode(), HTML_NAME: render(facts).encode()}
-    write_files(make_folder(folder), texts)
+    try:
+        write_files(make_folder(folder), texts)
+    except OSError as error:
+        raise Refused(
+            f"Expected to write the privacy report into {str(folder)!r}, found that it failed: "
+            f"{error.strerror or error}. What was there before is untouched. Make the disk "
+            "writable, with room on it, and go on from the last checkpoint."
+        ) from error
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Settings:
     raise_at: tuple[int, int] | None = None
     """Step and rank of an error in user code; rank -1 is all of them."""
     validate: bool = False
-    with_report: bool = False
+    with_report: bool = True
     hosts: int = 1
     timeout: float | None = None
     """Seconds that a rank waits for the others."""

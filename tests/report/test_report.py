@@ -355,7 +355,7 @@ def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.M
             raise OSError("No space left on device")
 
     monkeypatch.setattr(files, "_write_new", fill_up)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(Refused, match="No space left"):
         report.write(tainted_facts(), tmp_path)
     assert contents(tmp_path) == before
 
