@@ -44,13 +44,12 @@ class Draft:
         self._lock = open_locked(self.folder / LOCK_NAME)
 
     def commit(self) -> None:
-        """Take the final name. All files in it have been synced, and the manifest was written.
+        """Take the final name. All files in it have been synced, and then the manifest was written.
 
         Guarantees: at no moment is there neither the old directory nor the new one, and after a
         power cut one of them is there, whole.
         """
-        sync_folder(self.folder)
-        _put_in_place(self.folder, self.path)
+        _put_in_place(self.folder, self.path)  # its names are synced since the manifest was written
         (self.path / LOCK_NAME).unlink()
         self._release()
         remove_tree(self.folder)  # what had the name before

@@ -85,6 +85,19 @@ def test_damage_before_the_newest_record_is_counted(tmp_path: Path) -> None:
     assert (found.newest, found.damaged) == (newest, 1)
 
 
+def test_a_line_that_was_taken_out_is_seen(tmp_path: Path) -> None:
+    """Its digest is in that of the line behind it."""
+    path = tmp_path / "log"
+    newest = written(path, 4)[-1]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], *lines[2:]]))
+    found = read_log(path)
+    assert (found.newest, found.damaged) == (newest, 1)
+    path.write_bytes(b"".join([*lines[:2], lines[3]]))
+    with pytest.raises(Refused, match="damaged"):
+        read_log(path)
+
+
 @pytest.mark.parametrize("zeros", [1, 100, 5_000])
 def test_zeros_at_the_end_may_have_been_a_record(tmp_path: Path, zeros: int) -> None:
     """A block that never came, or one that was lost: there is no telling."""
