@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sharded.checkpoint_files import check_alone
 from tests.faults.disks import DAMAGES, FAULTS, FILES, train_through
 from tests.support.lossy_disk import LossyDisk, why_no_fuse
 from tests.support.private_runs import NOISY, Watching, fit, ledger_of
@@ -37,6 +41,29 @@ def test_a_disk_that_fails_ends_the_run_in_words_and_it_goes_on_later(
     with LossyDisk() as disk:
         words = train_through(disk, tmp_path, fault, seed, world_size)
     assert "Refused: Expected to write" in words or "of free space for the checkpoint" in words
+
+
+class Full(ModelCheckpoint):
+    """Saves to a disk that has no room left after the first checkpoint."""
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        shutil.disk_usage = lambda path: SimpleNamespace(free=1_000)  # type: ignore[assignment]
+
+
+def save_without_room(folder: Path) -> list[str]:
+    keep, usage = Full(folder, filename="last", every_n_train_steps=2), shutil.disk_usage
+    try:
+        with pytest.raises(Refused, match=r"MB of free space .* found 0.0 MB"):
+            fit(1, NOISY, folder, callbacks=[keep], enable_checkpointing=True)
+    finally:
+        shutil.disk_usage = usage
+    check_alone(folder / "last.ckpt")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_without_room_nothing_is_touched(one_rank: Ranks, tmp_path: Path) -> None:
+    assert one_rank.run(save_without_room, tmp_path) == [["last.ckpt", "privacy"]]
 
 
 # ---- files that rot ------------------------------------------------------------------------------
