@@ -33,7 +33,9 @@ def run(code: str, *arguments: str, path: Path | None = None) -> subprocess.Comp
         "from lightning.pytorch import Trainer; import lightning_dpsparse",
     ],
 )
-@pytest.mark.parametrize("program", ["train.py", "lightning-dpsparse"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("train.py", marks=pytest.mark.slow), "lightning-dpsparse"]
+)
 def test_the_order_of_imports_and_the_program_do_not_matter(imports: str, program: str) -> None:
     found = run(
         f"import sys; sys.argv[0] = {program!r}; {imports}\n"

@@ -27,6 +27,7 @@ from lightning_dpsparse.sharded.collections import (
     weight_path,
 )
 from lightning_dpsparse.sharded.kernel import Kernel
+from lightning_dpsparse.sharded.seeding import seed_torch
 
 # Rows are initialised in blocks of this many, each block from a seed of its own, so that a table
 # starts the same however it is cut.
@@ -194,7 +195,7 @@ def _seeded(device: torch.device, *key: object) -> Iterator[None]:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        seed_torch(int.from_bytes(digest, "big") >> 1)
         yield
 
 

@@ -212,7 +212,11 @@ SPOILT = {
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(name, value) for name, values in SPOILT.items() for value in values],
+    [
+        pytest.param(name, value, marks=[pytest.mark.slow] if number else [])
+        for name, values in SPOILT.items()
+        for number, value in enumerate(values)
+    ],
     ids=lambda text: text[-40:],
 )
 def test_a_recipe_with_one_bad_setting_is_one_line(name: str, value: str, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_speed_is_judged_at_the_largest_vocabulary() -> None:
     assert (faster["holds"], slower["holds"]) == ("no", "no")
 
 
+@pytest.mark.slow
 def test_speed_has_a_row_for_every_vocabulary_and_mode(one_rank: Ranks, tmp_path: Path) -> None:
     one_rank.run(eana.measure_speed, [100, 1000], 8, 4, 2, 1, tmp_path)
     found = read(tmp_path / "eana_speed.jsonl")

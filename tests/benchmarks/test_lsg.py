@@ -61,6 +61,7 @@ def test_the_verdict_compares_the_best_cells_at_the_same_seed() -> None:
     assert "sparse" not in found
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_the_other_teacher() -> None:
     words = ["--examples=2000", "--batch=200", "--epochs=3", "--epsilon=50"]
     tuned = lsg.low_rank("4", 0.1, 0, lsg.parser().parse_args(words))

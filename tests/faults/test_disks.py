@@ -22,18 +22,13 @@ from tests.support.ranks import Ranks
 from tests.support.tiny_model import SmallModule, make_trainer
 
 FORGETFUL = pytest.mark.skipif(bool(why_no_fuse()), reason=f"no lossy disk: {why_no_fuse()}")
-QUICK = {("full in the middle of a file", 1, 1)}
 
 
 @FORGETFUL
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "world_size", "seed"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-        for case in (
-            (fault, world, 1 + i % 2) for i, fault in enumerate(FAULTS) for world in (1, 2)
-        )
-    ],
+    [(fault, world, 1 + i % 2) for i, fault in enumerate(FAULTS) for world in (1, 2)],
 )
 def test_a_disk_that_fails_ends_the_run_in_words_and_it_goes_on_later(
     tmp_path: Path, fault: str, world_size: int, seed: int

@@ -14,6 +14,7 @@ from tests.support.net_hosts import Hosts, why_no_hosts
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 
 
+@pytest.mark.slow
 def test_the_key_is_not_seen_between_hosts(tmp_path: Path) -> None:
     """Whoever listens reads much (losses, gradients, the name of the run), but not the key."""
     run = Settings(

@@ -10,9 +10,9 @@ from lightning_dpsparse.budget import WRITE_AHEAD
 from tests.faults.kills import kill_again_and_again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "mechanism", "kills"),
-    [pytest.param(1, "adafest", 2, marks=pytest.mark.slow), (2, "lazydp", 1)],
+    ("world_size", "mechanism", "kills"), [(1, "adafest", 2), (2, "lazydp", 1)]
 )
 def test_a_killed_run_goes_on_with_its_ledger(
     tmp_path: Path, world_size: int, mechanism: str, kills: int

@@ -16,10 +16,8 @@ REAL = pytest.mark.skipif(bool(why_no_loop()), reason=f"no disk image: {why_no_l
 
 
 @FORGETFUL
-@pytest.mark.parametrize(
-    ("world_size", "mechanism"),
-    [(1, "lazydp"), pytest.param(2, "adafest", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "mechanism"), [(1, "lazydp"), (2, "adafest")])
 def test_a_disk_that_forgets_loses_no_charge(
     tmp_path: Path, world_size: int, mechanism: str
 ) -> None:

@@ -18,8 +18,8 @@ AT_ONCE = 12.0  # seconds, on a machine that does other things too
 @pytest.mark.parametrize(
     ("world_size", "signum", "ranks", "saves"),
     [
-        (1, INT, [0], True),
         (2, TERM, [1], True),
+        pytest.param(1, INT, [0], True, marks=pytest.mark.slow),
         pytest.param(1, TERM, [0], False, marks=pytest.mark.slow),
         pytest.param(2, INT, [0], False, marks=pytest.mark.slow),
         pytest.param(2, TERM, [0], False, marks=pytest.mark.slow),

@@ -59,7 +59,9 @@ def plain_state(module: LightningModule) -> dict[str, Any]:
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("method", "times"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("method", "times"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)]
+)
 def test_two_processes_bring_back_what_two_ranks_train(
     method: str, times: int, two_ranks: Ranks, tmp_path: Path
 ) -> None:

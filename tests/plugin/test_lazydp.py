@@ -59,7 +59,14 @@ def test_moved_within_its_spacing_noise_is_hardly_another(one_rank: Ranks, optim
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize(("long", "longest"), [(1, 10_000), (5, 7), (1, 1)])
+@pytest.mark.parametrize(
+    ("long", "longest"),
+    [
+        pytest.param(1, 10_000, marks=pytest.mark.slow),
+        (5, 7),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_clock_that_starts_anew_changes_nothing(
     one_rank: Ranks, optimizer: Any, long: int, longest: int
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_host_that_is_cut_off_is_silent_and_goes_on_where_it_was(hosts: Hosts)
     assert talk.next() == "two"
 
 
+@pytest.mark.slow
 def test_a_new_connection_to_a_silent_host_times_out_and_is_not_refused(hosts: Hosts) -> None:
     hosts.cut_off(1)
     talk = Lines(hosts, 0, TALK, hosts.address(1), "4")  # an unknown card would be an error after 3
@@ -216,7 +217,8 @@ def test_a_stream_is_put_together_from_packets_in_any_order() -> None:
     assert streams(packets) == [b"My secrecret."]
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1, 5])
 def test_gloo_ranks_on_two_hosts_go_on_after_a_cut(seconds: int) -> None:
     with Hosts(2) as hosts:
         env = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "7100", "WORLD_SIZE": "2"}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpsparse.sharded.collections import sharded_collections
+from lightning_dpsparse.sharded.seeding import seed_torch
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -36,14 +37,19 @@ def same_draws(seed: int, *, constant: bool = False) -> Iterator[None]:
     in_numpy, in_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices), _Draws(seed, constant=constant) as draws:
         try:
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            seed_all(seed)
             yield
         finally:
             np.random.set_state(in_numpy)
             random.setstate(in_python)
             draws.restore()
+
+
+def seed_all(seed: int) -> None:
+    """From here on torch, numpy and random draw what they draw after this seed."""
+    seed_torch(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def drawn_outside_torch() -> tuple[Any, ...]:
@@ -76,7 +82,10 @@ class _Draws(TorchDispatchMode):
             generator.manual_seed(self._seed)
         if not self._constant:
             return func(*args, **kwargs)
-        (torch if generator is None else generator).manual_seed(self._seed)
+        if generator is None:
+            seed_torch(self._seed)
+        else:
+            generator.manual_seed(self._seed)
         if func is torch.ops.aten.native_dropout.default:
             return args[0] / (1.0 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
         out = func(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.plugin.probe.repeatable import seed_all
 from lightning_dpsparse.sharded.examples import leaves, num_examples, take_examples
 
 
@@ -56,26 +56,20 @@ class FromData:
         indices = [self._indices[position] for position in positions]
         examples = self._one_by_one(indices)
         if examples is None:  # a data set that reads many at once, in a form of its own
-            self._draw_from(self._seed)
+            seed_all(self._seed)
             examples = self._read(indices)
-        self._draw_from(self._seed)
+        seed_all(self._seed)
         return self._collate(examples)
 
     def _one_by_one(self, indices: list[int]) -> list[Any] | None:
         examples: list[Any] = []
         for index in indices:
-            self._draw_from(self._seed + index)  # what reading one draws must not shift others'
+            seed_all(self._seed + index)  # what reading one draws must not shift others'
             found = self._read([index])
             if not isinstance(found, list):
                 return None
             examples.extend(found)
         return examples
-
-    @staticmethod
-    def _draw_from(seed: int) -> None:
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
 
 
 def are_alike(batch: Any, size: int, one: int, two: int) -> bool:
