@@ -63,7 +63,9 @@ def test_randomised_response_is_hardly_ever_accused() -> None:
     assert np.mean(bounds) > 0.6 * epsilon  # and it is not idle
 
 
-@pytest.mark.parametrize(("lie", "is_caught"), [(1.0, False), (2.0, True)])
+@pytest.mark.parametrize(
+    ("lie", "is_caught"), [pytest.param(1.0, False, marks=pytest.mark.slow), (2.0, True)]
+)
 def test_half_the_noise_is_found_on_gaussian_scores(lie: float, is_caught: bool) -> None:
     """What the white-box audit sees: the claim is for mu = 0.3, the scores have lie * mu."""
     mu, delta, m = 0.3, 1e-6, 100_000

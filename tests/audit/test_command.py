@@ -50,6 +50,7 @@ def audit_in(folder: Path) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_one_run_on_two_ranks_speaks_once(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(audit_in, tmp_path)
     assert first.count("measured ε ≥") == 1

@@ -122,8 +122,12 @@ class Filters(Model):
 class Stored(Model):
     """Always the same batch, whatever was drawn, in the number that was drawn."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.examples = Marked().examples
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        mine = collate([Marked().examples[i % SIZE] for i in range(len(batch.labels))])
+        mine = collate([self.examples[i % SIZE] for i in range(len(batch.labels))])
         return mine if len(batch.labels) else batch
 
 

@@ -128,7 +128,10 @@ def test_four_ranks_on_two_hosts_are_eager_dp_sgd(four_ranks: Ranks, kind: Any) 
     assert_close(lazy, eager, 1e-6)
 
 
-@OPTIMIZERS
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(SGD, id="plain", marks=pytest.mark.slow), pytest.param(DECAYING, id="decaying")],
+)
 def test_a_step_in_parts_is_eager_dp_sgd(two_ranks: Ranks, optimizer: Any) -> None:
     """A row that two parts read pays before the first, and once."""
     eager, lazy = (
