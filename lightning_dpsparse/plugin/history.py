@@ -24,6 +24,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_dpsparse.checks import is_whole
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.whole_files import HISTORY_KEY
 
 
@@ -107,9 +109,27 @@ def history_as_data(history: History) -> list[dict[str, Any]]:
 def history_in(file: Mapping[str, Any]) -> History:
     """The history in a checkpoint or in a state dict."""
     state = file.get("state_dict", file)
-    metadata = getattr(state, "_metadata", None) or {}
-    found = file.get(HISTORY_KEY) or metadata.get(HISTORY_KEY) or []
-    return tuple(Span(**span) for span in found)
+    try:
+        metadata = getattr(state, "_metadata", None) or {}
+        found = file.get(HISTORY_KEY) or metadata.get(HISTORY_KEY) or []
+        spans = tuple(Span(**span) for span in found)
+    except (TypeError, AttributeError):
+        spans = (Span(None, -1),)
+    if not all(_is_sound(span) for span in spans):
+        raise Refused(
+            "Expected weights with the history of their training, found one that this package did "
+            "not write. Take the file from whoever trained it again."
+        )
+    return spans
+
+
+def _is_sound(span: Span) -> bool:
+    texts = (span.data, span.run, span.ledger)
+    return (
+        is_whole(span.steps)
+        and span.steps >= 0
+        and all(text is None or isinstance(text, str) for text in texts)
+    )
 
 
 def _joined(history: History, other: History) -> History:

@@ -20,7 +20,7 @@ from lightning_dpsparse.plugin.history import history_in, history_of, keep_histo
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import load_whole_state
-from lightning_dpsparse.sharded.whole_files import read_whole
+from lightning_dpsparse.sharded.whole_files import read_whole, weights_in
 
 
 class PublicWeights(Callback):
@@ -58,7 +58,7 @@ class PublicWeights(Callback):
         prefix = f"{self.into}." if self.into else ""
         state = {
             f"{prefix}{key}": value
-            for key, value in found.get("state_dict", found).items()
+            for key, value in weights_in(found, self.path).items()
             if not self._is_fresh(key)
         }
         self._check(state, pl_module.state_dict(), prefix)
@@ -86,11 +86,14 @@ class PublicWeights(Callback):
             and key not in state
             and not self._is_fresh(key.removeprefix(prefix))
         ]
-        misshapen = [key for key in state if key in mine and mine[key].size() != state[key].size()]
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        misshapen = [k for k, v in tensors.items() if k in mine and mine[k].size() != v.size()]
+        unusable = [key for key, value in tensors.items() if not value.isfinite().all()]
         for keys, fault, remedy in (
             (unknown, "has weights that the model has not", "Set `into`, or rename them"),
             (lacking, "lacks weights of the model", "Name what starts anew in `fresh`"),
             (misshapen, "has weights of other shapes", "Build the model that they were saved from"),
+            (unusable, "has weights that are infinite or no number", "Save them before they grew"),
         ):
             if keys:
                 raise Refused(

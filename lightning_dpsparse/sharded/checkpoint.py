@@ -60,7 +60,7 @@ from lightning_dpsparse.sharded.shard_index import (
     index_from_data,
 )
 from lightning_dpsparse.sharded.shards import load_whole_tables
-from lightning_dpsparse.sharded.whole_files import HISTORY_KEY, read_whole
+from lightning_dpsparse.sharded.whole_files import HISTORY_KEY, read_whole, weights_in
 
 META_FILE = "meta.pt"  # Lightning's name for it: its consolidation tool looks for this file
 OBJECTS_FILE = "objects.pt"
@@ -296,7 +296,7 @@ def _load_file(path: Path, module: nn.Module, *, strict: bool, trust: bool) -> d
             f"Expected a consolidated checkpoint at {str(path)!r}, found a file without a "
             "state_dict. Make one with: lightning-dpsparse consolidate CHECKPOINT FILE"
         )
-    absent = load_whole_state(module, checkpoint["state_dict"])
+    absent = load_whole_state(module, weights_in(checkpoint, path))
     if absent and strict:
         raise Refused(f"Expected {str(path)!r} to hold {absent}, found none of that.")
     return checkpoint

@@ -101,18 +101,27 @@ def load_plain(path: Path, **options: Any) -> Any:
             "you trust it, say so: DPSparseStrategy(trust_checkpoints=True), `--trust`, or "
             "load_from_checkpoint(..., weights_only=False)."
         ) from None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise Refused(
-            f"Expected a file of torch.save at {str(path)!r}, found one that cannot be read "
-            f"({type(error).__name__}). Copy it again, or name another."
-        ) from None
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises nearly anything over a damaged file
+        raise _unreadable(path, type(error).__name__) from None
 
 
 def load_trusted(path: Path) -> Any:
     """Read any file of `torch.save`. It may run code of its writer."""
-    return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # also of the writer's own classes, or for want of them
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(path: Path, reason: str) -> Refused:
+    return Refused(
+        f"Expected a file of torch.save at {str(path)!r}, found one that cannot be read "
+        f"({reason}). Copy it again, or name another."
+    )
 
 
 def _blocked(error: Exception) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from lightning_dpsparse.durable.files import write_file
 from lightning_dpsparse.refused import Refused
@@ -55,12 +56,36 @@ def read_whole(path: Path, *, trust: bool = False) -> dict[str, Any]:
     return found
 
 
+def weights_in(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The weights by their names in what `read_whole` found."""
+    state = found.get("state_dict", found)
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise Refused(
+            f"Expected a state dict in {str(path)!r}, names with their weights, found "
+            f"{type(state).__name__} without names. Save a state dict there with torch.save."
+        )
+    others = [
+        f"{name} ({type(value).__name__})"
+        for name, value in state.items()
+        if not isinstance(value, Tensor) and not name.endswith("_extra_state")
+    ]
+    if others:
+        raise Refused(
+            f"Expected tensors in {str(path)!r}, found {others[0]}"
+            f"{' and others' if others[1:] else ''}. Save a state dict there with torch.save, or a "
+            'checkpoint that has one under "state_dict".'
+        )
+    return dict(state)
+
+
 def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             history = json.loads((file.metadata() or {}).get(HISTORY_KEY, "[]"))
         state: Any = OrderedDict(safetensors.torch.load_file(path))
-    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
+    except FileNotFoundError:
+        raise
+    except Exception as error:
         raise Refused(
             f"Expected a file of tensors at {str(path)!r}, found a damaged one ({error}). Copy it "
             "again, or name another."

@@ -19,9 +19,10 @@ from lightning_dpsparse.accounting.journal import read_journal
 from lightning_dpsparse.budget import WRITE_AHEAD
 from lightning_dpsparse.durable.manifest import MANIFEST_NAME
 from lightning_dpsparse.durable.record_log import RecordLog
+from lightning_dpsparse.plugin.history import history_in
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.plain_values import load_plain
-from lightning_dpsparse.sharded.whole_files import read_whole, write_whole
+from lightning_dpsparse.sharded.whole_files import read_whole, weights_in, write_whole
 from tests.support.forged import signed
 from tests.support.fuzzing import (
     changed_bytes,
@@ -82,7 +83,19 @@ def values_of_checkpoint(saved: Saved, folder: Path, meta: Any) -> None:
 def bytes_of_whole(saved: Saved, folder: Path, change: tuple[str, bytes]) -> None:
     name, content = change
     (folder / name).write_bytes(content)
-    obeys(lambda: read_whole(folder / name))
+    obeys(lambda: taken_from_whole(folder / name))
+
+
+def values_of_whole(saved: Saved, folder: Path, found: Any) -> None:
+    torch.save(found, folder / "whole.pt")
+    obeys(lambda: taken_from_whole(folder / "whole.pt"))
+
+
+def taken_from_whole(path: Path) -> None:
+    """What everybody does with such a file who loads it."""
+    found = read_whole(path)
+    history_in(found)
+    weights_in(found, path)
 
 
 def bytes_of_journal(saved: Saved, folder: Path, content: bytes) -> None:
@@ -124,6 +137,10 @@ def changed_whole(saved: Saved) -> st.SearchStrategy[tuple[str, bytes]]:
     )
 
 
+def changed_values(saved: Saved) -> st.SearchStrategy[Any]:
+    return changed_json(load_plain(saved.whole))
+
+
 def changed_meta(saved: Saved) -> st.SearchStrategy[Any]:
     return changed_json(load_plain(saved.checkpoint / META))
 
@@ -144,6 +161,7 @@ FUZZERS: dict[str, tuple[Callable[..., None], Callable[[Saved], st.SearchStrateg
     "bytes of a checkpoint": (bytes_of_checkpoint, changed_files),
     "values of a checkpoint": (values_of_checkpoint, changed_meta),
     "bytes of a whole file": (bytes_of_whole, changed_whole),
+    "values of a whole file": (values_of_whole, changed_values),
     "bytes of a journal": (bytes_of_journal, changed_journal),
     "values of a journal": (values_of_journal, changed_record),
 }

@@ -22,10 +22,12 @@ from lightning_dpsparse.durable.manifest import (
     read_manifest,
     write_manifest,
 )
+from lightning_dpsparse.plugin.history import history_in
 from lightning_dpsparse.plugin.public_weights import PublicWeights
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from lightning_dpsparse.sharded.plain_values import load_plain
+from lightning_dpsparse.sharded.whole_files import HISTORY_KEY, read_whole
 from tests.support.forged import signed
 from tests.support.private_runs import NOISY, fit, marked_loader
 from tests.support.ranks import Ranks
@@ -322,9 +324,6 @@ def save_with_safe_config(folder: Path) -> None:
 def test_a_safetensors_file_holds_the_same_weights_and_their_history(
     one_rank: Ranks, checkpoint: Path, tmp_path: Path
 ) -> None:
-    from lightning_dpsparse.plugin.history import history_in
-    from lightning_dpsparse.sharded.whole_files import read_whole
-
     for name in ("whole.safetensors", "whole.ckpt"):
         main(["consolidate", str(checkpoint), str(tmp_path / name)])
     tensors, whole = (read_whole(tmp_path / n) for n in ("whole.safetensors", "whole.ckpt"))
@@ -346,6 +345,49 @@ def test_the_history_of_a_safetensors_file_counts(
     main(["consolidate", str(checkpoint), str(path)])
     with pytest.raises(Refused, match=r"Expected public weights in 'whole\.safetensors'"):
         one_rank.run(fit, 1, NOISY, tmp_path, callbacks=[PublicWeights(str(path))])
+
+
+WRONG_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "a list": ([1, 2], "found list"),
+    "a list of weights": ({"state_dict": [1]}, "found list without names"),
+    "names that are numbers": ({"state_dict": {1: torch.ones(2)}}, "without names"),
+    "texts for weights": ({"state_dict": {"a": "1", "b": 2}}, r"found a \(str\) and others"),
+    "a history of texts": ({HISTORY_KEY: "abc"}, "found one that this package did not write"),
+    "a history of fewer than no steps": (
+        {HISTORY_KEY: [{"data": None, "steps": -3}]},
+        "found one that this package did not write",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_files_of_weights_that_hold_something_else(
+    name: str, one_rank: Ranks, tmp_path: Path
+) -> None:
+    content, message = WRONG_WEIGHTS[name]
+    path = tmp_path / "weights.pt"
+    torch.save(content, path)
+    with pytest.raises(Refused, match=message):
+        one_rank.run(fit, 1, NOISY, tmp_path, callbacks=[PublicWeights(str(path))])
+
+
+def test_public_weights_must_be_numbers(one_rank: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+    weights = {key: value.clone() for key, value in consolidate(checkpoint)["state_dict"].items()}
+    spoiled = sorted(weights)[0]
+    weights[spoiled].view(-1)[0] = float("nan")
+    torch.save(weights, tmp_path / "weights.pt")
+    with pytest.raises(Refused, match=f"infinite or no number: .'{spoiled}'."):
+        one_rank.run(
+            fit, 1, NOISY, tmp_path, callbacks=[PublicWeights(str(tmp_path / "weights.pt"))]
+        )
+
+
+def test_a_damaged_file_is_refused_although_it_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(100)}, path)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(Refused, match="found one that cannot be read"):
+        read_whole(path, trust=True)
 
 
 def test_a_report_of_a_checkpoint_is_not_in_its_manifest(checkpoint: Path) -> None:
