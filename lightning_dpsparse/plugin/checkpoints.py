@@ -36,8 +36,12 @@ from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
 from lightning_dpsparse.plugin.ranks_together import RanksTogether
+from lightning_dpsparse.plugin.restored_values import check_restored
 from lightning_dpsparse.plugin.shared_folders import check_folders
-from lightning_dpsparse.plugin.trainer_internals import choose_what_is_restored
+from lightning_dpsparse.plugin.trainer_internals import (
+    choose_what_is_restored,
+    explain_failed_restoring,
+)
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.report import write as write_report
 from lightning_dpsparse.sharded import checkpoint as sharded_checkpoint
@@ -98,6 +102,7 @@ class ShardedCheckpoints(RanksTogether):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        explain_failed_restoring(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         check_folders(trainer, is_private=self.privacy is not None)
@@ -192,6 +197,7 @@ class ShardedCheckpoints(RanksTogether):
         self._carried = checkpoint.get(CHECKPOINT_KEY)
         keep_history(self.module, history_in(checkpoint))
         if is_fitting:
+            check_restored(checkpoint, self.module.trainer)
             refusals.check_private_resume(self._carried, self.privacy)
         else:
             selected = (self._carried or {}).get("selection") or {}

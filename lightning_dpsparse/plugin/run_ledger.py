@@ -58,14 +58,16 @@ def behind_checkpoint(kept: Mapping[str, Any], folders: Sequence[Path]) -> Earli
         try:
             mark, saved = kept["journal"], Ledger.from_data(kept["ledger"])
             folder, state = find_journal(mark, saved.run, folders)
-            ledger, words = reconcile(mark, state)
-        except (KeyError, TypeError, AttributeError):
+            (ledger, words), position = reconcile(mark, state), Position.of(mark)
+        except Refused:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             raise Refused(
                 "Expected the ledger of a run, and the position of its journal, in the checkpoint, "
                 "found something else. Go on from a checkpoint that a private run has saved."
             ) from None
         ledger.lost = ledger.steps - saved.position
-        return EarlierRuns(folder, ledger, state, Position.of(mark), words)
+        return EarlierRuns(folder, ledger, state, position, words)
 
     return from_rank_zero(read)
 

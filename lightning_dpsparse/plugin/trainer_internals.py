@@ -7,15 +7,19 @@ installed versions.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_dpsparse.plugin.stopping import OrderlySignals, Stop
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.upstream import required
 
+_READERS = ("lightning", "lightning_dpsparse", "packaging", "torch", "torchmetrics", "torchrec")
 Choose = Callable[[str | Path | None], str | Path | None]
 
 
@@ -25,10 +29,50 @@ def choose_what_is_restored(trainer: Trainer, choose: Choose) -> None:
     restore = required(connector, "_restore_modules_and_callbacks")
 
     def restore_chosen(path: str | Path | None = None, *args: Any) -> None:
-        del connector._restore_modules_and_callbacks  # the class's own is back
+        connector._restore_modules_and_callbacks = restore
         restore(choose(path), *args)
 
     connector._restore_modules_and_callbacks = restore_chosen
+
+
+def explain_failed_restoring(trainer: Trainer) -> None:
+    """Have restoring end in words if a checkpoint holds what Lightning and torch do not expect.
+
+    A checkpoint may be whole and still not be what this trainer would have written: somebody made
+    it, or it comes from another program. Errors of the user's own hooks stay as they are.
+    """
+    connector = required(trainer, "_checkpoint_connector")
+    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+        setattr(connector, name, _explained(required(connector, name)))
+
+
+def _explained(restore: Callable[..., None]) -> Callable[..., None]:
+    if hasattr(restore, "__wrapped__"):
+        return restore
+
+    @wraps(restore)
+    def restore_or_refuse(*args: Any) -> None:
+        try:
+            restore(*args)
+        except (Refused, OSError):
+            raise
+        except Exception as error:
+            if not _is_of_library(error):
+                raise
+            raise Refused(
+                "Expected a checkpoint that this trainer can go on from, found one that it cannot "
+                f"restore ({type(error).__name__}: {error}). Take one that a run of the same code "
+                "saved, or load its weights alone."
+            ) from error
+
+    return restore_or_refuse
+
+
+def _is_of_library(error: Exception) -> bool:
+    """Whether an error was raised in code that reads a checkpoint for everybody."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    package = frames[-1][0].f_globals.get("__name__", "").partition(".")[0]
+    return package in _READERS
 
 
 def replace_signal_handlers(trainer: Trainer) -> Stop:

@@ -73,7 +73,8 @@ def index_from_data(data: Any, files: Collection[str], size: int) -> Metadata:
             MetadataIndex(str(name), offset, index): _StorageInfo(str(file), int(at), int(length))
             for name, offset, index, file, at, length in data["pieces"]
         }
-        metadata = Metadata(entries, dict(data["paths"]), pieces, StorageMeta())
+        paths = {name: _path(name, keys) for name, keys in data["paths"].items()}
+        metadata = Metadata(entries, paths, pieces, StorageMeta())
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise Refused(_damaged(type(error).__name__)) from None
     strangers = {info.relative_path for info in pieces.values()} - set(files)
@@ -96,6 +97,14 @@ def _entry(data: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     ]
     properties = TensorProperties(dtype=data["dtype"])
     return TensorStorageMetadata(properties, torch.Size(data["size"]), chunks)
+
+
+def _path(name: str, keys: Any) -> tuple[str, ...]:
+    """Where a value belongs in nested dictionaries. (A number would be a place in a list, and torch
+    would make a list of that length.)"""
+    if not all(isinstance(key, str) for key in keys) or ".".join(keys) != name:
+        raise ValueError
+    return tuple(keys)
 
 
 def _damaged(found: str) -> str:

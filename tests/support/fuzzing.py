@@ -8,8 +8,11 @@ quick test tries some of each; a slow one goes on for a while and says how many 
 from __future__ import annotations
 
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -23,6 +26,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", "40"))
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 _AT_A_TIME = 200
+_ROOM = 4 << 30
 
 
 def obeys(call: Callable[[], Any]) -> None:
@@ -73,10 +77,26 @@ def fuzz_for_a_while(law: Callable[[Any], None], inputs: st.SearchStrategy[Any])
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=_CHECKS,
     )
-    while time.monotonic() < end:
-        rounds += 1
-        seed(rounds)(long(given(inputs)(_named(counted))))()
+    with little_memory():
+        while time.monotonic() < end:
+            rounds += 1
+            seed(rounds)(long(given(inputs)(_named(counted))))()
     return tried
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """No input, however few bytes it has, makes its reader take much memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _ROOM, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+    assert grown < _ROOM // 4, f"{grown >> 20} MB more than before"
 
 
 def _named(law: Callable[[Any], None]) -> Callable[[Any], None]:
