@@ -78,15 +78,27 @@ def _differences(found: Any, like: Any, place: str) -> Iterator[str]:
 
 
 def _odd_state(state: Mapping[Any, Any], place: str) -> Iterator[str]:
+    """What no optimizer remembers of a parameter: all remember the same kinds of things."""
+    tensors: set[str] = set()
+    for entries in state.values():
+        if isinstance(entries, Mapping):
+            tensors |= {name for name, value in entries.items() if isinstance(value, Tensor)}
     for parameter, entries in state.items():
         if not isinstance(entries, Mapping):
             yield _words(entries, f"{place}.{parameter}", "names with values")
             continue
         for name, value in entries.items():
-            if isinstance(value, (str, Mapping)):
-                yield _words(value, f"{place}.{parameter}.{name}", "tensors and numbers")
-            elif isinstance(value, Tensor) and not value.isfinite().all():
-                yield f"{place}.{parameter}.{name} with entries that are infinite or no number"
+            where = f"{place}.{parameter}.{name}"
+            if isinstance(value, Tensor):
+                if not value.isfinite().all():
+                    yield f"{where} with entries that are infinite or no number"
+            elif value is not None and (name in tensors or not _can_be_remembered(value)):
+                yield _words(value, where, "a tensor")
+
+
+def _can_be_remembered(value: Any) -> bool:
+    is_history = is_list(value) and all(isinstance(one, Tensor) for one in value)
+    return is_history or isinstance(value, bool) or is_number(value)
 
 
 def _words(found: Any, place: str, expected: str) -> str:

@@ -19,7 +19,12 @@ from lightning_dpsparse.plugin.stopping import OrderlySignals, Stop
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.upstream import required
 
-_READERS = ("lightning", "lightning_dpsparse", "packaging", "torch", "torchmetrics", "torchrec")
+_READERS = (
+    "fbgemm_gpu", "lightning", "lightning_dpsparse", "packaging", "torch", "torchmetrics",
+    "torchrec",
+)  # fmt: skip
+"""Packages that take values from a checkpoint."""
+
 Choose = Callable[[str | Path | None], str | Path | None]
 
 

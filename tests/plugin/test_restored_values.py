@@ -51,13 +51,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "learning rate": (lambda m: group(m).update(lr=float("nan")), "lr = nan in place of a finite"),
     "nesterov": (lambda m: group(m).update(nesterov=1), "nesterov = 1 in place of True or False"),
     "parameters": (lambda m: group(m).update(params=[0]), "cannot restore .ValueError"),
-    "momentum of text": (lambda m: set_state(m, "x"), "= 'x' in place of tensors and numbers"),
+    "momentum of text": (lambda m: set_state(m, "x"), "= 'x' in place of a tensor"),
     "momentum": (lambda m: set_state(m, torch.tensor([torch.inf])), "infinite or no number"),
     "no optimizer": (lambda m: m.pop("optimizer_states"), "cannot restore .KeyError"),
     "journal": (
         lambda m: m["lightning_dpsparse"]["journal"].update(writers=[1]),
         "the position of",
     ),
+    "steps of a kernel": (lambda m: m.update(dpsparse_kernel_steps=[[]]), "cannot restore"),
     "a place in a list": (
         lambda m: m["dpsparse_shard_index"]["paths"].update({"model.bottom.0.weight": [10**400]}),
         "found a damaged one",
