@@ -136,7 +136,7 @@ def _losses_once(event: DpEvent, grid: float) -> PrivacyLossDistribution | None:
         noise = _bounded(event.noise_multiplier)
         return builders.from_truncated_subsampled_gaussian_mechanism(
             event.dataset_size,
-            event.sampling_probability,
+            max(event.sampling_probability, noise * _LEAST_RATE),
             min(event.truncated_batch_size, event.dataset_size),
             noise,
             value_discretization_interval=grid,

@@ -235,10 +235,8 @@ def _parse_tokens(
     length = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
     good = length <= 8
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset :][: len(column) + 1]
-    data = column.buffers()[2]
-    digits = (
-        _HEX_DIGIT[np.frombuffer(data, np.uint8)] if data is not None else np.zeros(1, np.uint8)
-    )
+    data = column.buffers()[2] or bytes(1)  # none, or of no bytes, if all tokens are missing
+    digits = _HEX_DIGIT[np.frombuffer(data, np.uint8)]
     value = np.zeros(len(column), dtype=np.uint64)
     for place in range(8):
         here = place < length

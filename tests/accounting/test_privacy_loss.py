@@ -237,3 +237,10 @@ def test_noise_of_no_use_has_no_bound(event: DpEvent) -> None:
 def test_little_noise_still_has_a_bound() -> None:
     for event in (events.poisson(0.01, GaussianDpEvent(0.11)), GaussianDpEvent(0.1)):
         assert math.isfinite(epsilon_of([(event, 1)], 1e-6, COARSE))
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-300])
+def test_a_rate_of_next_to_nothing_costs_next_to_nothing(rate: float) -> None:
+    truncated = events.truncated_poisson_gaussian(100, rate, 15, 1.0)
+    for event in (truncated, events.poisson(rate, GaussianDpEvent(1.0))):
+        assert 0 <= epsilon_of([(event, 3)], 1e-6, COARSE) < 1e-3

@@ -75,6 +75,14 @@ def test_a_missing_token_has_row_zero_to_itself(tmp_path: Path) -> None:
     assert ids.max() == 99
 
 
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_column_may_be_missing_altogether(tmp_path: Path, others: int) -> None:
+    lines = [line(tokens=[""] * 26)] + [line("7", tokens=[""] * 26)] * others
+    out = prepare(tmp_path, lines)
+    ids = PreparedCriteo([Part(path=str(out))]).__getitems__([0]).ids_L
+    assert ids.tolist() == [0] * 26
+
+
 def test_malformed_lines_are_left_out_and_counted_by_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
