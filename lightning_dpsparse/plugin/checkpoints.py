@@ -23,7 +23,12 @@ from typing_extensions import override
 
 from lightning_dpsparse.durable import drafts
 from lightning_dpsparse.plugin import lineage, refusals, resuming
-from lightning_dpsparse.plugin.folders import CAN_GO_ON_KEY, local_path, near_checkpoint
+from lightning_dpsparse.plugin.folders import (
+    CAN_GO_ON_KEY,
+    LAUNCH_KEY,
+    local_path,
+    near_checkpoint,
+)
 from lightning_dpsparse.plugin.history import (
     History,
     history_as_data,
@@ -32,6 +37,7 @@ from lightning_dpsparse.plugin.history import (
     keep_history,
     spent_by,
 )
+from lightning_dpsparse.plugin.launches import launch_name
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY, PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
@@ -161,7 +167,11 @@ class ShardedCheckpoints(RanksTogether):
         can_go_on = "optimizer_states" in checkpoint  # absent when the user asked for weights only
 
         def finish(folder: Path) -> dict[str, Any]:
-            about = {"global_step": int(checkpoint["global_step"]), CAN_GO_ON_KEY: can_go_on}
+            about = {
+                "global_step": int(checkpoint["global_step"]),
+                CAN_GO_ON_KEY: can_go_on,
+                LAUNCH_KEY: launch_name(),
+            }
             if run is None:
                 return about
             write_report(run.facts(), folder)

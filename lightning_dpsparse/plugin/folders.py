@@ -29,6 +29,8 @@ from lightning_dpsparse.refused import Refused
 _JOURNALS = "privacy"
 CAN_GO_ON_KEY = "can_go_on"
 """Where a manifest says whether training can go on from a checkpoint: not from weights alone."""
+LAUNCH_KEY = "launch"
+"""Where a manifest says which launch of a job has saved a checkpoint, if a launcher names them."""
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
@@ -52,11 +54,17 @@ def journal_folder(trainer: Trainer) -> Path:
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Folders in which this trainer, or earlier ones of the same root folder, save checkpoints."""
+    """Folders in which this trainer, or earlier ones of the same root folder, save checkpoints.
+
+    On rank 0.
+    """
     root = local_path(trainer.default_root_dir, "default_root_dir")
     callbacks = trainer.checkpoint_callbacks
     own = [c.dirpath for c in callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
     found = [root, root / "checkpoints", *root.glob("lightning_logs/version_*/checkpoints")]
+    of_logger = logger_folder(trainer)
+    if of_logger is not None:  # every start has a folder of its own, one beside the other
+        found += of_logger.parent.glob("*/checkpoints")
     found += [local_path(path, "dirpath") for path in own]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 

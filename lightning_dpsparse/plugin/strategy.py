@@ -30,6 +30,7 @@ from lightning_dpsparse.plugin.history import keep_history
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
+from lightning_dpsparse.plugin.trainer_internals import begin_next_epoch
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.placement import Placement
@@ -129,6 +130,7 @@ class DPSparseStrategy(ShardedCheckpoints):
 
     @override
     def on_train_start(self) -> None:
+        begin_next_epoch(self.module.trainer)
         if self._run is None:
             self._plain = PlainTraining(self.module)
             return

@@ -73,6 +73,19 @@ def _explained(restore: Callable[..., None]) -> Callable[..., None]:
     return restore_or_refuse
 
 
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Have a run that goes on after the last batch of an epoch begin the next one.
+
+    Lightning 2.6 counts the old epoch as done then, and not the new one as begun. A checkpoint of
+    the new epoch says that none is under way, and whoever goes on from it takes all of its batches
+    again.
+    """
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    if required(loop, "restarted_mid_epoch") and epochs.ready == epochs.completed:
+        loop.reset_restart_stage()
+
+
 def _is_of_library(error: Exception) -> bool:
     """Whether an error was raised in code that reads a checkpoint for everybody."""
     frames = list(traceback.walk_tb(error.__traceback__))

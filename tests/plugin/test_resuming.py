@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_dpsparse import PrivacyPlan
 from lightning_dpsparse.accounting.journal import read_journal
 from lightning_dpsparse.refused import Refused
 from tests.support.private_runs import NOISY, Watching, fit, ledger_of, marked_loader
@@ -138,6 +139,66 @@ def test_a_checkpoint_of_a_moved_folder_finds_its_journal(one_rank: Ranks, tmp_p
     )[0]
     assert (ledger_of(found).steps, ledger_of(found).lost) == (16, 6)
     assert not found["facts"]["taints"]
+
+
+@pytest.mark.parametrize("plan", [None, NOISY])
+def test_a_run_that_is_resumed_at_the_end_of_an_epoch_and_again_is_no_longer(
+    one_rank: Ranks, tmp_path: Path, plan: PrivacyPlan | None
+) -> None:
+    data = {"loader": loader(60, 12, 1)} if plan is None else {}
+    settings: dict[str, Any] = {"save_every": 1, "max_epochs": 2, **data}
+    one_rank.run(fit, 1, plan, tmp_path / "a", **settings)
+    one_rank.run(fit, 1, plan, tmp_path / "b", resume=tmp_path / "a" / "step=5.ckpt", **settings)
+    for step in (6, 8, 10):
+        where = tmp_path / "b" / f"step={step}.ckpt"
+        found = one_rank.run(fit, 1, plan, tmp_path / f"c{step}", resume=where, **settings)[0]
+        assert found["steps"] == 10
+
+
+def test_auto_goes_on_from_a_checkpoint_if_the_journal_is_gone(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    one_rank.run(run, tmp_path, {}, save_every=2, max_epochs=2)
+    shutil.rmtree(tmp_path / "privacy")
+    found = one_rank.run(run, tmp_path, {}, resume_auto=True, max_epochs=3, with_facts=True)[0]
+    assert found["began_at"] == 10
+    assert ledger_of(found).steps == 16 + 5  # 16 were announced when step 10 was saved
+    assert any("was not found" in taint for taint in found["facts"]["taints"])
+
+
+def test_auto_does_not_begin_anew_beside_checkpoints_of_an_unknown_price(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    one_rank.run(run, tmp_path, {}, save_every=2, max_epochs=2)
+    shutil.rmtree(tmp_path / "privacy")
+    for shard in tmp_path.glob("*.ckpt/*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(Refused, match="nobody knows what it has spent"):
+        one_rank.run(run, tmp_path, {}, resume_auto=True, max_epochs=3)
+
+
+def test_auto_goes_on_in_a_folder_whose_run_began_elsewhere(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    one_rank.run(run, old, {}, save_every=5)
+    one_rank.run(run, new, {}, resume=old / "step=5.ckpt", save_every=2, fail_at=4, max_epochs=2)
+    found = one_rank.run(run, new, {}, resume_auto=True, max_epochs=2, with_facts=True)[0]
+    assert found["began_at"] == 8
+    assert (ledger_of(found).position, ledger_of(found).steps) == (10, 10 + 2)
+    assert not found["facts"]["taints"]
+
+
+def test_a_restart_goes_on_in_a_folder_whose_run_began_elsewhere(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    one_rank.run(run, old, {}, save_every=5)
+    given = {"resume": old / "step=5.ckpt", "save_every": 2, "max_epochs": 2}
+    one_rank.run(run, new, FIRST, fail_at=4, **given)
+    found = one_rank.run(run, new, AGAIN, **given)[0]
+    assert found["began_at"] == 8
+    assert (ledger_of(found).position, ledger_of(found).steps) == (10, 10 + 2)
 
 
 def test_an_older_journal_is_said_in_the_report_and_lowers_nothing(
