@@ -102,6 +102,19 @@ class RecipeCLI(LightningCLI):
             check_whole("seed_everything", seed, 0, _LARGEST_SEED)
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        """As Lightning does it, except that a file which is no checkpoint is one line."""
+        try:
+            super()._parse_ckpt_path()
+        except Exception as error:  # torch raises nearly anything over another kind of file
+            command = self.config["subcommand"]
+            raise Refused(
+                f"Expected a checkpoint at {str(self.config[command]['ckpt_path'])!r}, found a "
+                f"file that cannot be read as one ({type(error).__name__}). Name the directory "
+                "that a run saved, or a file that `consolidate` wrote."
+            ) from error
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """As Lightning does it, except that settings which the Trainer refuses are one line."""
         try:

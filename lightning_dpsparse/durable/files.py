@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_dpsparse.refused import Refused
+
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 """A run's files tell what was trained on whom, so that nobody else on the host may read them."""
 
@@ -43,9 +45,15 @@ def make_folder(folder: Path) -> Path:
     mount point, because others (a logger, say) may have made them a moment ago without that.
     """
     folder = folder.absolute()
-    for path in (*reversed(folder.parents), folder):
-        if not path.is_dir():
-            path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    except (OSError, ValueError) as error:  # a ValueError of a name that no file can have
+        raise Refused(
+            f"Expected a folder at {str(folder)!r}, or a place where it can be made, found that it "
+            f"cannot: {getattr(error, 'strerror', None) or error}. Name another one."
+        ) from error
     device = folder.stat().st_dev
     for parent in folder.parents:
         if parent.stat().st_dev != device:

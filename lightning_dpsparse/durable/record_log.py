@@ -67,6 +67,11 @@ def read_log(path: Path) -> Contents:
         data = path.read_bytes()
     except FileNotFoundError:
         return Contents()
+    except OSError as error:
+        raise Refused(
+            f"Expected a file that can be read at {str(path)!r}, found that it cannot: "
+            f"{error.strerror}. Make it readable, or restore it from a copy."
+        ) from None
     newest, line, lines, size, end = None, "", 0, 0, 0
     readable = 0
     for number, raw in enumerate(data.split(b"\n")[:-1], 1):

@@ -3,7 +3,8 @@
 Every rank writes its shards of a checkpoint, and rank 0 the journal. If hosts have folders of their
 own under one name, each holds a part of every checkpoint, which nobody can put together, and a run
 that is started again with rank 0 on another host finds no journal. So this is tried before the
-first step: rank 0 writes a file, and all ranks look for it.
+first step: rank 0 writes a file, and all ranks look for it. That also finds folders that cannot be
+written to, and not only when the first checkpoint is due.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PATIENCE = 5.0
 
 
 def check_folders(trainer: Trainer, *, is_private: bool) -> None:
-    """Refuse folders for journal and checkpoints that some rank does not see. On all ranks."""
+    """Refuse folders for journal and checkpoints that cannot be used. On all ranks."""
     folders = [
         local_path(callback.dirpath, "dirpath of ModelCheckpoint")
         for callback in trainer.checkpoint_callbacks
@@ -34,9 +35,8 @@ def check_folders(trainer: Trainer, *, is_private: bool) -> None:
     ]
     if is_private:
         folders.append(journal_folder(trainer))
-    if trainer.world_size > 1:
-        for folder in from_rank_zero(lambda: folders):
-            check_is_shared(folder)
+    for folder in from_rank_zero(lambda: folders):
+        check_is_shared(folder)
 
 
 def check_is_shared(folder: Path) -> None:
@@ -58,8 +58,15 @@ def check_is_shared(folder: Path) -> None:
 
 def _leave_word(folder: Path) -> str:
     name = f".seen-by-all-{secrets.token_hex(8)}"
-    descriptor = os.open(make_folder(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    os.close(descriptor)
+    path = make_folder(folder) / name
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise Refused(
+            f"Expected a folder to write to at {str(folder)!r}, found that it cannot be written to "
+            f"({error.strerror}). Make it writable, or set default_root_dir (and dirpath of "
+            "ModelCheckpoint) to another one."
+        ) from None
     return name
 
 

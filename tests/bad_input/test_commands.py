@@ -283,3 +283,20 @@ def test_a_recipe_that_is_none_is_one_line(name: str, tmp_path: Path) -> None:
 def test_a_recipe_that_is_not_there_is_one_line(path: str) -> None:
     ends_in_one_line(("fit", f"--config={path}"), "")
     ends_in_one_line(("recipes", path), "") if path else None
+
+
+NO_CHECKPOINTS: dict[str, bytes] = {
+    "text": b"seed_everything: 7\n",
+    "nothing": b"",
+    "half an archive": b"PK\x03\x04",
+    "a pickle of a number": b"\x80\x02K\x03.",
+}
+
+
+@pytest.mark.parametrize("name", NO_CHECKPOINTS)
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_file_that_is_no_checkpoint_is_one_line(command: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "x.ckpt").write_bytes(NO_CHECKPOINTS[name])
+    given = f"--ckpt_path={tmp_path / 'x.ckpt'}"
+    ends_in_one_line((command, "--config", str(tmp_path / "recipe.yaml"), given), "checkpoint")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +236,30 @@ def test_a_batch_with_other_counts_is_refused() -> None:
     with torch.no_grad():
         model.configure_model()
         refused(lambda: model(batch), "num_counts=12 counts of every example, found 13")
+
+
+def train_into(name: str, folder: Path) -> None:
+    """Runs inside a rank."""
+    where = FOLDERS[name](folder)
+    refused(lambda: fit(1, NOISY, where, save_every=2), "Expected a folder")
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "no file system for files": lambda folder: Path("/proc/nothing"),
+    "a file": a_file,
+    "below a file": lambda folder: a_file(folder) / "runs",
+    "a name that is too long": lambda folder: folder / ("a" * 300),
+    "nowhere to write": lambda folder: Path("/sys/kernel"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    name: str, one_rank: Ranks, tmp_path: Path
+) -> None:
+    one_rank.run(train_into, name, tmp_path)

@@ -178,3 +178,9 @@ def test_what_is_no_log_is_refused_and_nothing_is_nothing(tmp_path: Path) -> Non
         read_log(tmp_path / "text")
     (tmp_path / "part").write_text("hel")
     assert read_log(tmp_path / "part").is_torn
+
+
+def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    with pytest.raises(Refused, match="Expected a file that can be read"):
+        read_log(tmp_path / "log")
