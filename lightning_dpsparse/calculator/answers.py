@@ -41,8 +41,8 @@ def calibrated(question: Question, epsilon: float) -> dict[str, Any]:
         "delta": run.delta,
         **_sampled(run),
         "steps": question.steps,
-        "signal_to_noise": signal_to_noise(run, question.num_parameters),
-        "warning": noise_warning(run, question.num_parameters),
+        "signal_to_noise": signal_to_noise(run),
+        "warning": noise_warning(run),
     }
 
 

@@ -75,8 +75,4 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--draw", choices=["examples", "users"], help=draw)
     days = "train on D days of equal size, one after the other, where each unit lives in one day"
     add("--days", type=whole_number(1, _MOST_DAYS), default=1, metavar="D", help=days)
-    parameters = "number of parameters of the dense layers, to judge by whether a model can learn "
-    parameters += "(default: %(default)s, as a small DLRM has)"
-    default = 50_000
-    add("--parameters", type=whole_number(1, _MOST), default=default, metavar="P", help=parameters)
     add("--json", action="store_true", help="print for programs")

@@ -63,7 +63,6 @@ class Question:
     num_days: int
     users: Population | None = None
     """How many users and examples there are, if that was said."""
-    num_parameters: int = 1
 
     @property
     def largest_batch(self) -> int:
@@ -173,7 +172,6 @@ def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Quest
         options.max_batch,
         options.days,
         users,
-        options.parameters,
     )
 
 

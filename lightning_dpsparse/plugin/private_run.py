@@ -41,7 +41,6 @@ from lightning_dpsparse.plugin.run_mechanism import RunMechanism
 from lightning_dpsparse.plugin.run_selection import RunSelection
 from lightning_dpsparse.prospects import noise_warning
 from lightning_dpsparse.run_plan import RunPlan, drew_whole_users
-from lightning_dpsparse.sharded.features import numbers_read
 from lightning_dpsparse.sharded.key_exchange import agree_on_key
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.process_group import from_rank_zero
@@ -143,13 +142,7 @@ class PrivateRun:
             rank_zero_warn(fault)
         _announce(self.budget)
         _tell_what_batches_count(run)
-        self._warn_of_noise(module, run)
-
-    def _warn_of_noise(self, module: LightningModule, run: RunPlan) -> None:
-        """Warn if the plan is private and will learn next to nothing."""
-        assert self.stepper is not None
-        size = self.stepper.dense.capture.size + numbers_read(module)
-        warning = None if run.plan.faults() else noise_warning(run, size)
+        warning = None if run.plan.faults() else noise_warning(run)
         if warning is not None:
             rank_zero_warn(warning)
 

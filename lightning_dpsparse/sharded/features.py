@@ -24,13 +24,6 @@ def public_tables(module: nn.Module) -> list[Table]:
     ]
 
 
-def numbers_read(module: nn.Module) -> int:
-    """How many numbers of a module's tables an example with one id per feature reads."""
-    return sum(
-        config.embedding_dim * len(config.feature_names) for _, config in sharded_tables(module)
-    )
-
-
 def features_of(batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The ids of every feature in a batch, and how many of them each example has."""
     bags = [leaf for leaf in leaves(batch) if isinstance(leaf, KeyedJaggedTensor)]

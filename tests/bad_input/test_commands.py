@@ -33,7 +33,6 @@ OPTIONS = {
     "max-batch": (*WHOLE, str(10**30)),
     "users": (*WHOLE, str(10**30), "5"),
     "epochs": (*WHOLE, str(10**30), "2"),
-    "parameters": (*WHOLE, str(10**30)),
     "examples-per-user": (*WHOLE, str(10**30), "10001"),
     "mechanism": ("nosuch", "", "3", "eana"),
     "sampling": ("nosuch", "", "3"),

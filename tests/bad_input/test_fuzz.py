@@ -291,7 +291,6 @@ NAMES = st.sampled_from(
         "examples-per-user",
         "users",
         "epochs",
-        "parameters",
         "draw",
         "days",
         "json",
