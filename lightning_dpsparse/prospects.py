@@ -50,7 +50,7 @@ def signal_to_noise(run: RunPlan) -> float | None:
     them, and so is C: there the signal is that of B sqrt(k) examples. k is the cap, since the
     number of examples that users really have is not public.
 
-    Returns None if the run has no end.
+    Returns None if nobody knows how many steps the run has.
 
     >>> from lightning_dpsparse.plan import PrivacyPlan
     >>> from lightning_dpsparse.run_plan import resolve
@@ -60,7 +60,7 @@ def signal_to_noise(run: RunPlan) -> float | None:
     >>> signal_to_noise(run)  # 100 * 8 / 2
     400.0
     """
-    if run.planned_steps is None:
+    if run.planned_steps is None or run.planned_steps < 1:  # of a stream whose end is not known
         return None
     noise = run.plan.mechanism.gradient_noise(run.noise_multiplier) if run.noise_multiplier else 0.0
     if noise == 0.0:

@@ -87,9 +87,10 @@ def test_only_the_noise_on_gradients_counts() -> None:
 
 def test_without_noise_or_without_end_there_is_nothing_to_say() -> None:
     assert signal_to_noise(with_noise(0.0, 8, 2)) == math.inf
-    endless = replace(with_noise(50.0, 8, 2), planned_steps=None)
-    assert signal_to_noise(endless) is None
-    assert noise_warning(endless) is None
+    for steps in (None, -1):
+        endless = replace(with_noise(50.0, 8, 2), planned_steps=steps)
+        assert signal_to_noise(endless) is None
+        assert noise_warning(endless) is None
 
 
 def test_a_warning_comes_below_the_line() -> None:
