@@ -73,12 +73,12 @@ def _drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
     if len(rows) < 2:
         return []
     has_epsilon = "epsilon" in rows[0]
-    title = "drawn          batch   examples a step   noise_multiplier   noise per example"
-    lines = ["", f"{title}{'          epsilon' if has_epsilon else ''}"]
+    title = "drawn          batch   examples a step   noise_multiplier      noise per example"
+    lines = ["", f"{title}{'      epsilon' if has_epsilon else ''}"]
     for r in rows:
         low, high = (f"{noise:.3g}" for noise in r["noise_per_example"])
         between = low if low == high else f"{low} to {high}"
-        end = f"{r['epsilon']:10.4f}" if has_epsilon else ""
+        end = f"   {r['epsilon']:10.4f}" if has_epsilon else ""
         lines.append(
             f"{r['drawn']:8}  {r['batch']:10,}   {r['examples_per_step']:15,.0f}   "
             f"{r['noise_multiplier']:16.4f}   {between:>20}{end}"
