@@ -131,7 +131,8 @@ class PrivacyPlan:
     """With by_day: number of days that are trained on together, one such period after the other."""
 
     expected_batch_size: int | None = None
-    """The constant that sums are divided by; by default the loader's batch size times the ranks."""
+    """The constant that sums are divided by; by default the loader's batch size times the ranks. It
+    counts what is drawn: users, where these are drawn whole."""
 
     max_batch_size: int | None = None
     """Cut larger Poisson samples to a random part of this size, which costs more privacy."""
