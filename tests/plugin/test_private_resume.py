@@ -195,9 +195,17 @@ def test_other_users_are_other_people(one_rank: Ranks, tmp_path: Path) -> None:
         one_rank.run(fit, 1, more, tmp_path, resume=tmp_path / "step=2.ckpt", max_steps=5)
 
 
-def test_going_on_with_the_same_drawing_is_nothing_to_tell(one_rank: Ranks, tmp_path: Path) -> None:
-    one_rank.run(fit, 1, USERS, tmp_path, save_every=2, max_steps=2)
-    one_rank.run(quiet, USERS, tmp_path, tmp_path / "step=2.ckpt", "from now on they draw")
+@pytest.mark.parametrize("drawn", ["users", "examples"])
+def test_going_on_with_the_same_drawing_is_nothing_to_tell(
+    one_rank: Ranks, tmp_path: Path, drawn: Any
+) -> None:
+    """Though the noise is another, of which the run tells."""
+    before, after = (
+        PrivacyPlan(noise_multiplier=noise, delta=1e-3, unit=Users(max_examples=2, drawn=drawn))
+        for noise in (1.0, 0.7)
+    )
+    one_rank.run(fit, 1, before, tmp_path, save_every=2, max_steps=2)
+    one_rank.run(quiet, after, tmp_path, tmp_path / "step=2.ckpt", "from now on they draw")
 
 
 def quiet(plan: PrivacyPlan, folder: Path, resume: Path, message: str) -> None:
