@@ -15,8 +15,8 @@ direction, and the noise in all others passes it by.
 
 The ratio is for the largest signal that clipping allows. Gradients of a real model mostly cancel,
 and leave a small part of it: so the ratio must be large. How large was measured, on 400,000
-synthetic clicks in one pass, at clip norm 10, one seed each (AUC without privacy: 0.70 for the DLRM of the demo,
-with 67,000 dense parameters, and 0.72 for one with 3,400):
+synthetic clicks in one pass, at clip norm 10, one seed each. Without privacy the DLRM of the demo,
+with 67,000 dense parameters, has an AUC of 0.70, and one with 3,400 has 0.72:
 
     ratio     AUC of the DLRM     of the small one
      2,000    0.506               0.493
