@@ -22,7 +22,7 @@ with 67,000 dense parameters, has an AUC of 0.70, and one with 3,400 has 0.72:
      2,000    0.506               0.493
      2,700    0.504
      3,000    0.504
-     6,000    0.520 to 0.585      0.566
+     6,000    0.498 to 0.585      0.566    (by learning rate and batch size)
     12,000    0.637
     23,000    0.663
     29,000    0.663
