@@ -50,15 +50,25 @@ class Users:
     """Protect people, who may have several examples each.
 
     The data set says whose each example is: `dataset.users`, one number per example.
+
+    What is drawn decides how much noise a user costs. If whole users are drawn, each user's summed
+    gradient is clipped to C, and the user is one unit of the sample, as an example is elsewhere.
+    If examples are drawn one by one, each is clipped to C, and a user of whom j <= k are in a batch
+    moves its sum by up to j C. Noise must cover that, and needs up to k times the multiplier: all
+    of it where a user is often in a batch with several examples, which is so in large batches, over
+    many epochs and for a small epsilon. Draw users, unless batches are small, epochs few and
+    epsilon large: `lightning-dpsparse calibrate --users` compares the two for your numbers, and
+    docs/utility.md has an example.
     """
 
     max_examples: int
     """k: the first k examples of each user are used, and no more."""
 
-    drawn: Literal["examples", "users"] = "examples"
-    """examples: draw examples one by one, and charge for the up to k that a user may have in a
-    batch. users: draw users with all their examples, and clip each user's summed gradient; the
-    batch size then counts users."""
+    drawn: Literal["examples", "users"] = "users"
+    """users: draw users with all their examples, and clip each user's summed gradient. The batch
+    size then counts users: a batch has up to k times as many examples. examples: draw examples one
+    by one, and charge for the up to k that a user may have in a batch; the batch size counts
+    examples."""
 
     in_one_day: bool = False
     """Whether all examples of a user lie in one day, by the definition of a user: see by_day."""
@@ -121,7 +131,8 @@ class PrivacyPlan:
     """With by_day: number of days that are trained on together, one such period after the other."""
 
     expected_batch_size: int | None = None
-    """The constant that sums are divided by; by default the loader's batch size times the ranks."""
+    """The constant that sums are divided by; by default the loader's batch size times the ranks. It
+    counts what is drawn: users, where these are drawn whole."""
 
     max_batch_size: int | None = None
     """Cut larger Poisson samples to a random part of this size, which costs more privacy."""

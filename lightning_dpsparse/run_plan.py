@@ -172,6 +172,17 @@ class RunPlan:
         ledger.protects = self.protects
 
 
+def drew_whole_users(ledger: Ledger) -> bool | None:
+    """Whether the last steps that a ledger of users charged drew whole users.
+
+    None if nothing tells: no step was charged, or the last ones were not private.
+    """
+    taken = [entry.event for entry in ledger.entries if entry.steps]
+    if not taken or not events.is_private(taken[-1]):
+        return None
+    return not events.counts_examples_of_user(taken[-1])
+
+
 def resolve(
     plan: PrivacyPlan,
     phases: Sequence[Phase],

@@ -28,6 +28,7 @@ ORDER = [
     "estimators",
     "plan",
     "run_plan",
+    "prospects",
     "budget",
     "version",
     "report",

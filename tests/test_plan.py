@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase, day_phases
 
+BY_EXAMPLE = Users(max_examples=2, drawn="examples")
 ALL = [Phase(0, 1_000_000, 1024 / 1e6)]
 
 
@@ -60,7 +62,7 @@ def test_events_follow_the_unit() -> None:
             1_000_000, phase.rate, 2000, 1.0
         ),
         PrivacyPlan(
-            noise_multiplier=1.0, unit=Users(max_examples=3)
+            noise_multiplier=1.0, unit=Users(max_examples=3, drawn="examples")
         ): events.poisson_examples_of_user(3, phase.rate, 1.0),
         PrivacyPlan(
             noise_multiplier=1.0, unit=Users(max_examples=3, drawn="users")
@@ -150,7 +152,7 @@ def test_users_live_in_one_day_only_if_the_plan_says_so() -> None:
             "Expected sampling='poisson' with max_batch_size, by_day or users",
         ),
         (
-            {"noise_multiplier": 1.0, "max_batch_size": 9, "unit": Users(max_examples=2)},
+            {"noise_multiplier": 1.0, "max_batch_size": 9, "unit": BY_EXAMPLE},
             "Expected no max_batch_size where users' examples are drawn one by one",
         ),
     ],
@@ -163,6 +165,17 @@ def test_plans_that_cannot_be_kept_are_refused(settings: dict[str, Any], message
 def test_a_fixed_key_cannot_promise() -> None:
     with pytest.raises(ValueError, match="Expected secret noise"):
         met(PrivacyPlan(epsilon=1.0, fixed_key=3))
+
+
+def test_users_are_drawn_whole_unless_the_plan_says_otherwise() -> None:
+    """With less noise for the same epsilon: that is why it is the default."""
+    plan = PrivacyPlan(noise_multiplier=1.0, unit=Users(max_examples=16))
+    assert plan.draws_whole_users
+    whole = spent(met(plan), 10_000).epsilon(1e-6)
+    one_by_one = replace(plan, unit=Users(max_examples=16, drawn="examples"))
+    apart = spent(met(one_by_one), 10_000).epsilon(1e-6)
+    assert whole == pytest.approx(0.57, abs=5e-3)  # of one example, at the same rate
+    assert apart == pytest.approx(12.6, rel=5e-3)  # the reference has three digits
 
 
 def test_a_user_has_examples() -> None:

@@ -220,7 +220,7 @@ GUMBEL = fest(GumbelHistogram())
         ),
         (
             ExponentialSelection(num_rows=3),
-            {"unit": Users(max_examples=2)},
+            {"unit": Users(max_examples=2, drawn="examples")},
             "Expected plain Poisson samples with ExponentialSelection",
         ),
         (fest(), {"days_per_period": 2}, "Expected days_per_period >= 1, and by_day with more"),

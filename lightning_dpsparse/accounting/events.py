@@ -97,6 +97,11 @@ def is_gaussian(event: DpEvent) -> bool:
     return isinstance(event, (GaussianDpEvent, NonPrivateDpEvent))
 
 
+def counts_examples_of_user(event: DpEvent) -> bool:
+    """Whether the event is one of examples that were drawn one by one, to protect users."""
+    return isinstance(event, MixtureOfGaussiansDpEvent)
+
+
 def poisson(rate: float, event: DpEvent) -> DpEvent:
     """An event on a Poisson sample of the units. It must hold everything that sees this sample."""
     if isinstance(event, NonPrivateDpEvent):

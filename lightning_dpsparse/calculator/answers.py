@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from lightning_dpsparse.accounting.events import describe_event, split_noise
 from lightning_dpsparse.accounting.ledger import Ledger
-from lightning_dpsparse.accounting.privacy_loss import COARSE
+from lightning_dpsparse.accounting.privacy_loss import COARSE, FINE
 from lightning_dpsparse.calculator.questions import Question
 from lightning_dpsparse.mechanisms.adafest import AdaFEST, survival, threshold_for_half_survival
 from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
+from lightning_dpsparse.prospects import noise_warning, signal_to_noise
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan
 
 _BATCH_FACTORS = (0.25, 1, 4, 16, 64)
 """Batch sizes of the table that calibrate prints, over the one that was asked for."""
+_EPOCHS = (1, 2, 4, 8, 16)
+"""Numbers of epochs of the table that calibrate prints."""
+_MOST_STEPS = 10**7
+"""Most steps of a row of that table. To price more takes long."""
+_ENOUGH_FOR_COARSE = 4.0
+"""The coarse grid prices an epsilon from here on to a part in a thousand. Small ones that are made
+of many steps come out several times too large on it."""
 _READERS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Numbers of examples of one batch that read a row, for the table of thresholds."""
 _DELTAS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
@@ -31,6 +41,8 @@ def calibrated(question: Question, epsilon: float) -> dict[str, Any]:
         "delta": run.delta,
         **_sampled(run),
         "steps": question.steps,
+        "signal_to_noise": signal_to_noise(run),
+        "warning": noise_warning(run),
     }
 
 
@@ -68,7 +80,7 @@ def other_batches(question: Question, epsilon: float, noise: float) -> list[dict
         found = noise
         if factor != 1:
             other = replace(question, batch=batch, steps=steps)
-            found = other.resolve(epsilon=epsilon, grid=COARSE).noise_multiplier
+            found = other.resolve(epsilon=epsilon, grid=_grid(epsilon)).noise_multiplier
         rows.append(
             {
                 "batch": batch,
@@ -80,13 +92,90 @@ def other_batches(question: Question, epsilon: float, noise: float) -> list[dict
     return rows
 
 
+def other_epochs(question: Question, epsilon: float) -> list[dict[str, Any]]:
+    """Noise for several numbers of epochs, at the batch size that was asked for.
+
+    The noise of a run is that of the sum of all steps, sigma C sqrt(T), over the most that the
+    steps can add up to, T B C.
+    """
+    rows: list[dict[str, Any]] = []
+    for epochs in _EPOCHS:
+        steps = question.steps_per_epoch * epochs
+        if steps > _MOST_STEPS:
+            break
+        try:
+            run = replace(question, steps=steps).resolve(epsilon=epsilon, grid=_grid(epsilon))
+        except Refused:  # so few or so many steps that no noise fits
+            break
+        noise = run.noise_multiplier
+        per_step, per_run = noise / question.batch, noise / question.batch / math.sqrt(steps)
+        first = rows[0] if rows else {"noise_of_a_step": per_step, "noise_of_the_run": per_run}
+        rows.append(
+            {
+                "epochs": epochs,
+                "steps": steps,
+                "noise_multiplier": noise,
+                "noise_of_a_step": per_step,
+                "step_over_one_epoch": per_step / first["noise_of_a_step"],
+                "noise_of_the_run": per_run,
+                "run_over_one_epoch": per_run / first["noise_of_the_run"],
+            }
+        )
+    return rows
+
+
+def both_drawings(
+    question: Question, *, epsilon: float | None = None, noise_multiplier: float | None = None
+) -> list[dict[str, Any]]:
+    """Users drawn whole against their examples drawn one by one, with as many examples in a step.
+
+    Empty if the two cannot be compared. Noise per example is sigma over the number of examples in a
+    step, times the clip norm over that of an example. A user with m examples has a summed gradient
+    of sqrt(m) to m times the length of an example's: the first if they pull in different
+    directions, the second if all pull in one. So two numbers are given for whole users.
+    """
+    other = question.drawn_otherwise()
+    if other is None or question.users is None:
+        return []
+    assert question.unit is not None
+    rows = []
+    pair = (question, other) if question.unit.drawn == "users" else (other, question)
+    for drawn, one in zip(("users", "examples"), pair):
+        grid = FINE if epsilon is None else _grid(epsilon)
+        run = one.resolve(epsilon=epsilon, noise_multiplier=noise_multiplier, grid=grid)
+        per_user = question.users.examples_per_user if drawn == "users" else 1.0
+        examples = one.batch * per_user
+        row: dict[str, Any] = {
+            "drawn": drawn,
+            "batch": one.batch,
+            "examples_per_step": examples,
+            "noise_multiplier": run.noise_multiplier,
+            "noise_per_example": [
+                run.noise_multiplier * longer / examples for longer in (per_user**0.5, per_user)
+            ],
+        }
+        if noise_multiplier is not None:
+            ledger = Ledger()
+            run.charge(ledger, 0, one.steps)
+            row["epsilon"] = ledger.epsilon(run.delta)
+        rows.append(row)
+    return rows
+
+
+def _grid(epsilon: float) -> float:
+    """The grid of losses for the tables, of which each row is a calibration of its own."""
+    return COARSE if epsilon >= _ENOUGH_FOR_COARSE else FINE
+
+
 def _sampled(run: RunPlan) -> dict[str, Any]:
     """How units are drawn; the largest rate where days have several."""
     schedule = run.schedule
     if schedule.sampling != "poisson":
         return {"sampling": schedule.sampling}
-    days = {"days": len(run.phases)} if run.plan.by_day else {}
-    return {"sampling_rate": max(phase.rate for phase in run.phases), **days}
+    more: dict[str, Any] = {"days": len(run.phases)} if run.plan.by_day else {}
+    if run.plan.draws_whole_users:
+        more["drawn"] = "users"
+    return {"sampling_rate": max(phase.rate for phase in run.phases), **more}
 
 
 def _shares(question: Question, run: RunPlan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from lightning_dpsparse import report
 from lightning_dpsparse.calculator import words
@@ -18,11 +19,12 @@ def calibrate_main(argv: list[str]) -> None:
     parser = CommandParser(
         prog="lightning-dpsparse calibrate",
         description="Find the least noise multiplier (standard deviation over clip norm) for a "
-        "target epsilon, and what other batch sizes would need.",
+        "target epsilon, and what other batch sizes, numbers of epochs and ways to draw users "
+        "would need.",
     )
     parser.add_argument("--epsilon", type=positive_number, required=True, help="the target")
     add_run(parser)
-    parser.add_argument("--no-table", action="store_true", help="leave out other batch sizes")
+    parser.add_argument("--no-table", action="store_true", help="leave out all tables")
     options = parser.parse_args(argv)
 
     from lightning_dpsparse.calculator import answers
@@ -33,6 +35,10 @@ def calibrate_main(argv: list[str]) -> None:
     if not options.no_table:
         noise_multiplier = answer["noise_multiplier"]
         answer["table"] = answers.other_batches(question, options.epsilon, noise_multiplier)
+        answer["epochs"] = answers.other_epochs(question, options.epsilon)
+        answer["drawings"] = answers.both_drawings(question, epsilon=options.epsilon)
+    if answer["warning"] is not None:
+        print(f"{parser.prog}: {answer['warning']}", file=sys.stderr)
     print(json.dumps(answer, indent=2) if options.json else words.calibration_in_words(answer))
 
 
@@ -51,7 +57,9 @@ def account_main(argv: list[str]) -> None:
     from lightning_dpsparse.calculator import answers
     from lightning_dpsparse.calculator.questions import asked
 
-    answer = answers.accounted(asked(options, parser), options.noise_multiplier)
+    question, noise_multiplier = asked(options, parser), options.noise_multiplier
+    answer = answers.accounted(question, noise_multiplier)
+    answer["drawings"] = answers.both_drawings(question, noise_multiplier=noise_multiplier)
     print(json.dumps(answer, indent=2) if options.json else words.account_in_words(answer))
 
 

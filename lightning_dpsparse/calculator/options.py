@@ -16,6 +16,7 @@ MECHANISMS = {name.lower(): name for name in TABLE_MECHANISMS}
 """Names on the command line, with the public names behind them."""
 
 _MOST, _MOST_STEPS, _MOST_FEATURES, _MOST_DAYS = 10**15, 10**12, 1_000_000, 100_000
+_MOST_EPOCHS = 1_000_000
 
 _EXAMPLES_OF_SETTINGS = """settings of a mechanism, by the names that a recipe uses:
   --mechanism adafest --set noise_ratio=5 --set false_positives=100 --rows 1000000
@@ -33,7 +34,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "--examples",
         type=whole_number(1, _MOST),
         required=True,
-        help="number of units that the data has",
+        help="number of examples that the data has",
     )
     add(
         "--batch",
@@ -41,16 +42,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="expected batch size, over all ranks",
     )
-    add(
-        "--steps",
-        type=whole_number(1, _MOST_STEPS),
-        required=True,
-        help="number of optimizer steps",
-    )
+    length = parser.add_mutually_exclusive_group(required=True)
+    steps, epochs = "number of optimizer steps", "number of epochs, instead of --steps"
+    length.add_argument("--steps", type=whole_number(1, _MOST_STEPS), help=steps)
+    length.add_argument("--epochs", type=whole_number(1, _MOST_EPOCHS), metavar="E", help=epochs)
     add(
         "--delta",
         type=probability,
-        help="default: 1 / (10 examples), rounded down to a power of ten",
+        help="default: 1 / (10 examples or users), rounded down to a power of ten",
     )
     add("--mechanism", choices=MECHANISMS, default="dpsgd", help="default: %(default)s")
     setting = "a setting of the mechanism, which may be given several times; see below"
@@ -66,11 +65,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     kinds = ["poisson", "fixed_order", "unamplified"]
     add("--sampling", choices=kinds, default="poisson", help=sampling)
     add("--max-batch", type=int, help="larger Poisson batches are cut to this size")
-    users = "protect users, who have at most K examples each"
-    add("--examples-per-user", type=int, metavar="K", help=users)
-    draw = "with --examples-per-user: draw examples one by one, or users with all their examples; "
-    draw += "--examples and --batch then count users (default: %(default)s)"
-    add("--draw", choices=["examples", "users"], default="examples", help=draw)
+    per_user = "protect users, who have at most K examples each; see --users"
+    add("--examples-per-user", type=int, metavar="K", help=per_user)
+    users = "with --examples-per-user: number of users. Both ways to draw are then compared"
+    add("--users", type=whole_number(1, _MOST), metavar="U", help=users)
+    draw = "with --examples-per-user: draw users with all their examples, so that --batch counts "
+    draw += "users, or draw examples one by one (default: users). Without --users, --examples is "
+    draw += "the number of what is drawn"
+    add("--draw", choices=["examples", "users"], help=draw)
     days = "train on D days of equal size, one after the other, where each unit lives in one day"
     add("--days", type=whole_number(1, _MOST_DAYS), default=1, metavar="D", help=days)
     add("--json", action="store_true", help="print for programs")

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -28,6 +28,19 @@ _THRESHOLDS = ("threshold", "false_positives", "half_survival")
 
 
 @dataclass(frozen=True)
+class Population:
+    """Users, and the examples that they have within their cap."""
+
+    num_users: int
+    num_examples: int
+
+    @property
+    def examples_per_user(self) -> float:
+        """The mean number of a user's examples."""
+        return self.num_examples / self.num_users
+
+
+@dataclass(frozen=True)
 class Question:
     """A run that somebody thinks of."""
 
@@ -39,6 +52,7 @@ class Question:
     has_rows: bool
     """Whether the table's number of rows is known."""
     num_units: int
+    """Number of units to draw from: of users, where users are drawn."""
     batch: int
     steps: int
     delta: float
@@ -47,11 +61,40 @@ class Question:
     """The users that are protected; None protects examples."""
     max_batch: int | None
     num_days: int
+    users: Population | None = None
+    """How many users and examples there are, if that was said."""
 
     @property
     def largest_batch(self) -> int:
         """The most units that a batch can have: those of one day."""
         return self.num_units // self.num_days
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which a unit is drawn once, as expected."""
+        return -(-self.num_units // self.batch)
+
+    def drawn_otherwise(self) -> Question | None:
+        """The same users by the other drawing, with as many examples in a step.
+
+        None if it is not known how many users there are, or if there is no event for it.
+        """
+        if self.unit is None or self.users is None:
+            return None
+        users, per_user = self.users, self.users.examples_per_user
+        try:
+            if self.unit.drawn == "users":
+                unit = replace(self.unit, drawn="examples")
+                units, batch = users.num_examples, self.batch * per_user
+            else:
+                unit = replace(self.unit, drawn="users")
+                units, batch = users.num_users, self.batch / per_user
+            size = min(max(1, round(batch)), units // self.num_days)
+            other = replace(self, unit=unit, num_units=units, batch=size)
+            other.resolve(noise_multiplier=1.0)  # refuses what has no event
+        except Refused:
+            return None
+        return other
 
     def resolve(
         self,
@@ -75,7 +118,7 @@ class Question:
         return resolve(
             plan,
             self._phases(),
-            self.num_units,
+            self.num_units if self.users is None else self.users.num_users,
             float(self.batch),
             self.steps,
             math.ceil(self.num_units / self.batch) if in_order else None,
@@ -95,23 +138,24 @@ class Question:
 
 def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Question:
     """The run that the options describe. What cannot be meant ends the command with a message."""
-    if options.batch > options.examples:
+    unit = _unit(options, parser)
+    users = None if options.users is None else Population(options.users, options.examples)
+    draws_users = unit is not None and unit.drawn == "users"
+    num_units = options.users if users is not None and draws_users else options.examples
+    what = "users" if draws_users else "examples"
+    if options.batch > num_units:
         parser.error(
-            f"argument --batch: expected at most {options.examples} examples, found {options.batch}"
+            f"argument --batch: expected at most {num_units} {what}, found {options.batch}"
         )
-    if options.batch > options.examples // options.days:
+    if options.batch > num_units // options.days:
         parser.error(
-            f"argument --batch: expected at most the {options.examples // options.days} examples "
+            f"argument --batch: expected at most the {num_units // options.days} {what} "
             f"of one of {options.days} days, found {options.batch}"
         )
-    delta = default_delta(options.examples) if options.delta is None else options.delta
-    per_user = options.examples_per_user
-    if options.max_batch is not None and per_user is not None and options.draw == "examples":
-        parser.error("--max-batch and --examples-per-user: there is no accounting for both")
-    if options.draw == "users" and per_user is None:
-        parser.error("argument --draw: expected --examples-per-user with users, found none")
+    protected = options.examples if users is None else users.num_users
+    delta = default_delta(protected) if options.delta is None else options.delta
     mechanism = _mechanism(options, parser)
-    warning = delta_warning(delta, options.examples)
+    warning = delta_warning(delta, protected)
     if warning is not None:  # training would refuse what is far too large
         print(f"{parser.prog}: argument --delta: {warning}", file=sys.stderr)
     return Question(
@@ -119,17 +163,40 @@ def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Quest
         bool(_names(options) & set(_THRESHOLDS)),
         _tables(options, parser),
         options.rows is not None,
-        options.examples,
+        num_units,
         options.batch,
-        options.steps,
+        options.steps or -(-num_units // options.batch) * options.epochs,
         delta,
         options.sampling,
-        None
-        if per_user is None
-        else Users(max_examples=per_user, drawn=options.draw, in_one_day=options.days > 1),
+        unit,
         options.max_batch,
         options.days,
+        users,
     )
+
+
+def _unit(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Users | None:
+    """The users that are protected; None if these are examples."""
+    most, draw, users = options.examples_per_user, options.draw, options.users
+    if most is None:
+        for name, value in (("draw", draw), ("users", users)):
+            if value is not None and value != "examples":
+                parser.error(f"argument --{name}: expected --examples-per-user with it, found none")
+        return None
+    unit = Users(max_examples=most, drawn=draw or "users", in_one_day=options.days > 1)
+    if users is None and draw is None:
+        parser.error(
+            "argument --examples-per-user: expected --users, the number of users, or --draw, which "
+            "says what --examples counts, found neither"
+        )
+    if users is not None and not users <= options.examples <= users * most:
+        parser.error(
+            f"argument --users: expected {options.examples} examples to be 1 to {most} for each "
+            f"user, found {users} users; --examples counts those within --examples-per-user"
+        )
+    if options.max_batch is not None and unit.drawn == "examples":
+        parser.error("--max-batch and --examples-per-user: there is no accounting for both")
+    return unit
 
 
 def _mechanism(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Mechanism:

@@ -16,6 +16,9 @@ _SAMPLING = {
 }
 
 
+_NUMBERS = {2: "Two", 4: "Four"}
+
+
 def calibration_in_words(answer: dict[str, Any]) -> str:
     """What calibrate found."""
     lines = [
@@ -26,7 +29,8 @@ def calibration_in_words(answer: dict[str, Any]) -> str:
     ]
     if len(answer.get("table", [])) > 1:
         rows = answer["table"]
-        lines += ["", "   batch       steps   noise_multiplier   noise per example"]
+        one = "   noise per user" if "drawn" in answer else "noise per example"
+        lines += ["", f"   batch       steps   noise_multiplier   {one}"]
         lines += [
             f"{r['batch']:8,}  {r['steps']:10,}   {r['noise_multiplier']:16.4f}   "
             f"{r['noise_per_example']:17.3g}"
@@ -35,11 +39,69 @@ def calibration_in_words(answer: dict[str, Any]) -> str:
         times = rows[0]["noise_per_example"] / rows[-1]["noise_per_example"]
         lines += [
             "",
-            f"All rows see as many examples in all. From a batch of {rows[0]['batch']:,} to "
-            f"{rows[-1]['batch']:,} the noise per example falls {times:,.0f} times: prefer large "
-            "batches.",
+            f"All rows see as many {'users' if 'drawn' in answer else 'examples'} in all. From a "
+            f"batch of {rows[0]['batch']:,} to {rows[-1]['batch']:,} the {one.strip()} falls "
+            f"{times:,.0f} times: prefer large batches.",
         ]
+    lines += [*_epochs(answer.get("epochs", [])), *_drawings(answer.get("drawings", []))]
     return "\n".join(lines)
+
+
+def _epochs(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What more epochs cost."""
+    if len(rows) < 2:
+        return []
+    lines = ["", "  epochs       steps   noise_multiplier   noise of a step   noise of the run"]
+    lines += [
+        f"{r['epochs']:8,}  {r['steps']:10,}   {r['noise_multiplier']:16.4f}   "
+        f"{r['noise_of_a_step']:15.3g}   {r['noise_of_the_run']:16.3g}"
+        for r in rows
+    ]
+    row = next((r for r in rows if r["epochs"] == 4), rows[-1])
+    return [
+        *lines,
+        "",
+        f"{_NUMBERS[row['epochs']]} epochs cost {_percent(row['step_over_one_epoch'] - 1)} more "
+        "noise per step than one. Over the run, noise is "
+        f"{_percent(1 - row['run_over_one_epoch'])} less against the largest signal that clipping "
+        "allows: prefer several epochs, as long as the model does not over-fit.",
+    ]
+
+
+def _drawings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Whole users against single examples."""
+    if len(rows) < 2:
+        return []
+    has_epsilon = "epsilon" in rows[0]
+    title = "drawn          batch   examples a step   noise_multiplier      noise per example"
+    lines = ["", f"{title}{'      epsilon' if has_epsilon else ''}"]
+    for r in rows:
+        low, high = (f"{noise:.3g}" for noise in r["noise_per_example"])
+        between = low if low == high else f"{low} to {high}"
+        end = f"   {r['epsilon']:10.4f}" if has_epsilon else ""
+        lines.append(
+            f"{r['drawn']:8}  {r['batch']:10,}   {r['examples_per_step']:15,.0f}   "
+            f"{r['noise_multiplier']:16.4f}   {between:>20}{end}"
+        )
+    users, examples = (r["noise_per_example"] for r in rows)
+    if has_epsilon:
+        return lines
+    return [
+        *lines,
+        "",
+        "Both see as many examples. With whole users a step has "
+        f"{_times(examples[0] / users[0])} if a user's examples pull in different directions, as "
+        f"they mostly do, and {_times(examples[0] / users[1])} if all pull in one direction: draw "
+        f"{'users' if users[0] <= examples[0] else 'examples'}.",
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
+
+
+def _times(ratio: float) -> str:
+    return f"{max(ratio, 1 / ratio):.2g} times {'less' if ratio >= 1 else 'more'} noise"
 
 
 def account_in_words(answer: dict[str, Any]) -> str:
@@ -51,6 +113,7 @@ def account_in_words(answer: dict[str, Any]) -> str:
         *_shares(answer),
         "",
         *(f"  at delta {delta:g}: {eps:.4f}" for delta, eps in answer["epsilon_for_delta"]),
+        *_drawings(answer.get("drawings", [])),
     ]
     return "\n".join(lines)
 

@@ -149,6 +149,7 @@ def _poisson(
     loader: DataLoader[Any], batch: float, plan: PrivacyPlan, place: RankContext
 ) -> tuple[object, SampledData]:
     units, num_units = _units(loader.dataset, plan)
+    _check_users_a_step(batch, units, plan)
     length = -(-units.count // round(batch))
     if plan.by_day:
         phases = _days(loader.dataset, units, batch, plan, place, length)
@@ -182,6 +183,16 @@ def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
     kind = WholeUsers if plan.unit.drawn == "users" else CappedExamples
     units = kind(users, plan.unit.max_examples)
     return units, units.num_users
+
+
+def _check_users_a_step(batch: float, units: Units, plan: PrivacyPlan) -> None:
+    """Refuse a batch of more users than there are: it was meant as a number of examples."""
+    if plan.draws_whole_users and batch > units.count:
+        raise Refused(
+            f"Expected a batch size of at most {units.count:,}, the number of users, found "
+            f"{batch:,}: users are drawn with all their examples, so it counts users. Divide it by "
+            "the examples that a user has, or set drawn='examples'."
+        )
 
 
 def _days(

@@ -27,7 +27,7 @@ from lightning_dpsparse.accounting.calibration import delta_warning
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import Budget
 from lightning_dpsparse.engine.dense import DenseGaussian
-from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.datasets import digest
 from lightning_dpsparse.plugin.evidence import Evidence
@@ -39,7 +39,8 @@ from lightning_dpsparse.plugin.run_data import RunData
 from lightning_dpsparse.plugin.run_ledger import RunLedger, behind_checkpoint
 from lightning_dpsparse.plugin.run_mechanism import RunMechanism
 from lightning_dpsparse.plugin.run_selection import RunSelection
-from lightning_dpsparse.run_plan import RunPlan
+from lightning_dpsparse.prospects import noise_warning
+from lightning_dpsparse.run_plan import RunPlan, drew_whole_users
 from lightning_dpsparse.sharded.key_exchange import agree_on_key
 from lightning_dpsparse.sharded.private import PrivateSteps
 from lightning_dpsparse.sharded.process_group import from_rank_zero
@@ -140,6 +141,10 @@ class PrivateRun:
         for fault in run.plan.faults():
             rank_zero_warn(fault)
         _announce(self.budget)
+        _tell_what_batches_count(run)
+        warning = None if run.plan.faults() else noise_warning(run)
+        if warning is not None:
+            rank_zero_warn(warning)
 
     def _open_steps(self, module: LightningModule, run: RunPlan) -> None:
         """Join the engine to the module, and the perimeter to both."""
@@ -211,11 +216,23 @@ class PrivateRun:
 
 
 def _tell_of_changes(run: RunPlan, ledger: Ledger) -> None:
-    """Warn if the run goes on from an earlier one in another way."""
-    if not run.prices_like(ledger):
+    """Warn if the run goes on from an earlier one in another way.
+
+    Whether users are drawn or their examples, the charges are for the same people: one user with at
+    most k examples. So they may be added up, unlike charges for another unit.
+    """
+    if run.prices_like(ledger):
+        return
+    rank_zero_warn(
+        f"The run goes on with other noise, batches or data than before: {ledger.steps:,} steps "
+        "stay charged as they were taken, new ones as they will be."
+    )
+    unit, now = run.plan.unit, run.plan.draws_whole_users
+    if isinstance(unit, Users) and drew_whole_users(ledger) is (not now):
+        before, after = ("examples", "users") if now else ("users", "examples")
         rank_zero_warn(
-            f"The run goes on with other noise, batches or data than before: {ledger.steps:,} "
-            "steps stay charged as they were taken, new ones as they will be."
+            f"Steps so far drew {before}; from now on they draw {after}, and the batch size counts "
+            f"{after}. Set drawn={before!r} to go on as before."
         )
 
 
@@ -236,3 +253,19 @@ def _announce(budget: Budget) -> None:
         f"Privacy: {type(plan.mechanism).__name__}{dense}, noise multiplier "
         f"{run.noise_multiplier:.4f}, clip norm {plan.clip_norm:g}, delta {run.delta:g}; {goal}."
     )
+
+
+def _tell_what_batches_count(run: RunPlan) -> None:
+    """Say that the batch size counts users, where it does: a loader's usually counts examples.
+
+    How many examples these users have is theirs to know: the cap is public.
+    """
+    unit = run.plan.unit
+    if isinstance(unit, Users) and run.plan.draws_whole_users:
+        most = run.expected_batch * unit.max_examples
+        rank_zero_info(
+            f"Users are drawn with all their examples: a batch has about {run.expected_batch:,.0f} "
+            f"users with up to {unit.max_examples:,} examples each, that is up to about "
+            f"{most:,.0f} examples. The batch size counts users; drawn='examples' would count "
+            "examples."
+        )

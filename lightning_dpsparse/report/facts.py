@@ -122,6 +122,7 @@ def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
         "num_units": run.num_units,
         "sampling_rate": rates[0] if plan.sampling == "poisson" and len(rates) == 1 else None,
         "expected_batch": run.expected_batch,
+        "batch_counts": _batch_counts(run),
         "max_batch": plan.max_batch_size,
         "steps": ledger.steps,
         "steps_lost": ledger.lost,
@@ -156,6 +157,14 @@ def _sampling(run: RunPlan) -> str:
     what = "users" if plan.draws_whole_users else "examples"
     days = ", one day after the other" if plan.by_day else ""
     return f"Poisson samples of {what}{days}, drawn from the run's secret key"
+
+
+def _batch_counts(run: RunPlan) -> str:
+    """What the batch size is a number of."""
+    unit = run.plan.unit
+    if isinstance(unit, Users) and unit.drawn == "users":
+        return f"users, each with up to {unit.max_examples:,} examples"
+    return "examples"
 
 
 def _settings(mechanism: Any, prefix: str = "") -> dict[str, Any]:

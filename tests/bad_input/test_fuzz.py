@@ -289,6 +289,8 @@ NAMES = st.sampled_from(
         "sampling",
         "max-batch",
         "examples-per-user",
+        "users",
+        "epochs",
         "draw",
         "days",
         "json",

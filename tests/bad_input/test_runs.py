@@ -97,6 +97,16 @@ PLANS: dict[str, tuple[PrivacyPlan, Any, str]] = {
         None,
         "of at most the 131 rows of all tables",
     ),
+    "more users a step than there are": (
+        noisy(unit=Users(max_examples=2), expected_batch_size=21),
+        None,
+        "Expected a batch size of at most 20, the number of users, found 21",
+    ),
+    "a batch of examples where users are drawn": (
+        noisy(unit=Users(max_examples=2)),
+        loaded(Odd(users=np.arange(60) // 6)),
+        "Divide it by the examples that a user has, or set drawn='examples'",
+    ),
     "users of another number": (
         noisy(unit=Users(max_examples=2)),
         loaded(Odd(users=np.zeros(59))),

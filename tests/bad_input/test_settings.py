@@ -88,7 +88,7 @@ PLANS = [
     *rows(PrivacyPlan, NOISY, "assume_independent_examples", ("None", "null", []), "a reason in"),
     *rows(PrivacyPlan, NOISY, "taints", ("text", 3, None, [3], [None], [""], {"a": 1}), "taints"),
     *rows(Users, {}, "max_examples", NOT_COUNTS, "max_examples"),
-    *rows(Users, {}, "max_examples", (10_001,), "Draw whole users"),
+    *rows(Users, {"drawn": "examples"}, "max_examples", (10_001,), "Draw whole users"),
     *rows(Users, {"max_examples": 3}, "drawn", (*NOT_CHOICES, None), "drawn 'examples' or 'users'"),
     *rows(Users, {"max_examples": 3}, "in_one_day", NOT_FLAGS, "in_one_day"),
 ]

@@ -16,7 +16,9 @@ from tests.support.tiny_model import BAGS_OR_SEQUENCES, assemble
 
 
 @pytest.mark.parametrize(
-    "unit", [Users(max_examples=2), Users(max_examples=2, drawn="users")], ids=lambda u: u.drawn
+    "unit",
+    [Users(max_examples=2, drawn=drawn) for drawn in ("examples", "users")],
+    ids=lambda u: u.drawn,
 )
 def test_examples_beyond_a_users_cap_are_not_counted(
     one_rank: Ranks, tmp_path: Path, unit: Users

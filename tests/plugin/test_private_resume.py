@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dp_accounting.pld import PLDAccountant
 
 from lightning_dpsparse import PrivacyPlan, Users
+from lightning_dpsparse.accounting.events import poisson_examples_of_user, poisson_gaussian
 from lightning_dpsparse.accounting.ledger import Ledger
 from lightning_dpsparse.budget import WRITE_AHEAD
 from tests.support.private_runs import (
@@ -130,9 +133,11 @@ def test_other_noise_is_charged_as_it_is(one_rank: Ranks, tmp_path: Path) -> Non
     assert [entry.count for entry in ledger_of(result).entries] == [5, 5]
 
 
-def warned(plan: PrivacyPlan, folder: Path, resume: Path, message: str) -> dict[str, Any]:
+def warned(
+    plan: PrivacyPlan, folder: Path, resume: Path, message: str, **trainer: Any
+) -> dict[str, Any]:
     with pytest.warns(UserWarning, match=message):
-        return fit(1, plan, folder, resume=resume, max_epochs=2)
+        return fit(1, plan, folder, resume=resume, **(trainer or {"max_epochs": 2}))
 
 
 def test_training_on_goes_on_with_the_ledger(one_rank: Ranks, tmp_path: Path) -> None:
@@ -148,10 +153,71 @@ def fit_twice(folder: Path) -> dict[str, Any]:
     return data
 
 
+USERS, EXAMPLES = (
+    PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=2, drawn=drawn))
+    for drawn in ("users", "examples")
+)
+BY_USER = poisson_gaussian(12 / 20, 1.0)  # twelve of 20 users
+BY_EXAMPLE = poisson_examples_of_user(2, 12 / 40, 1.0)  # twelve of 40 examples
+
+
+@pytest.mark.parametrize(
+    ("plans", "charged"),
+    [
+        ((EXAMPLES, USERS), [BY_EXAMPLE, BY_USER]),
+        ((USERS, EXAMPLES), [BY_USER, BY_EXAMPLE]),
+    ],
+    ids=["examples_then_users", "users_then_examples"],
+)
+def test_another_drawing_of_the_same_users_is_charged_as_it_is(
+    one_rank: Ranks, tmp_path: Path, plans: tuple[PrivacyPlan, PrivacyPlan], charged: list[Any]
+) -> None:
+    """Both protect one user with at most two examples: what they cost adds up."""
+    one_rank.run(fit, 1, plans[0], tmp_path, save_every=2, max_steps=2)
+    checkpoint = tmp_path / "step=2.ckpt"
+    told = "from now on they draw users" if plans[1] is USERS else "they draw examples"
+    result = one_rank.run(warned, plans[1], tmp_path, checkpoint, told, max_steps=5, max_epochs=-1)[
+        0
+    ]
+    ledger = ledger_of(result)
+    assert [(entry.event, entry.count) for entry in ledger.entries] == list(zip(charged, (2, 3)))
+    accountant = PLDAccountant()  # dp-accounting's own
+    for event, count in zip(charged, (2, 3)):
+        accountant.compose(event, count)
+    assert ledger.epsilon(1e-3) == pytest.approx(accountant.get_epsilon(1e-3), abs=2e-3)
+
+
+def test_other_users_are_other_people(one_rank: Ranks, tmp_path: Path) -> None:
+    """A user with three examples is not protected by charges for a user with two."""
+    one_rank.run(fit, 1, EXAMPLES, tmp_path, save_every=2, max_steps=2)
+    more = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=3))
+    with pytest.raises(ValueError, match="with at most 2 examples', found a plan that protects"):
+        one_rank.run(fit, 1, more, tmp_path, resume=tmp_path / "step=2.ckpt", max_steps=5)
+
+
+@pytest.mark.parametrize("drawn", ["users", "examples"])
+def test_going_on_with_the_same_drawing_is_nothing_to_tell(
+    one_rank: Ranks, tmp_path: Path, drawn: Any
+) -> None:
+    """Though the noise is another, of which the run tells."""
+    before, after = (
+        PrivacyPlan(noise_multiplier=noise, delta=1e-3, unit=Users(max_examples=2, drawn=drawn))
+        for noise in (1.0, 0.7)
+    )
+    one_rank.run(fit, 1, before, tmp_path, save_every=2, max_steps=2)
+    one_rank.run(quiet, after, tmp_path, tmp_path / "step=2.ckpt", "from now on they draw")
+
+
+def quiet(plan: PrivacyPlan, folder: Path, resume: Path, message: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{message}")
+        fit(1, plan, folder, resume=resume, max_steps=4)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"unit": Users(max_examples=2)},
+        {"unit": Users(max_examples=2, drawn="examples")},
         {"unit": Users(max_examples=2, drawn="users")},
         {"by_day": True},
         {"sampling": "fixed_order"},

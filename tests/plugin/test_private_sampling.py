@@ -77,7 +77,8 @@ def test_whole_users_are_drawn_together(two_ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_examples_of_capped_users(one_rank: Ranks, tmp_path: Path) -> None:
-    plan = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=2))
+    unit = Users(max_examples=2, drawn="examples")
+    plan = PrivacyPlan(noise_multiplier=1.0, delta=1e-3, unit=unit)
     result = one_rank.run(fit, 1, plan, tmp_path, with_facts=True)[0]
     assert all(i % 3 < 2 for step in result["drawn"] for i in step)
     assert "up to 2 of them of one user" in result["facts"]["ledger"][0]["event"]

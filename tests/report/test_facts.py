@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,7 @@ def test_what_is_not_private_makes_no_promise(plan: PrivacyPlan) -> None:
     [
         PrivacyPlan(noise_multiplier=1.0),
         PrivacyPlan(noise_multiplier=1.0, unit=Users(max_examples=3)),
+        PrivacyPlan(noise_multiplier=1.0, unit=Users(max_examples=3, drawn="examples")),
         PrivacyPlan(noise_multiplier=1.0, by_day=True),
         PrivacyPlan(noise_multiplier=1.0, sampling="unamplified"),
         PrivacyPlan(noise_multiplier=1.0, taints=("a", "b")),
@@ -79,6 +81,20 @@ def test_every_plan_can_be_reported(plan: PrivacyPlan) -> None:
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert "c" in facts["taints"]
     assert report.render(facts).startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("unit", "counted"),
+    [
+        ("example", "examples"),
+        (Users(max_examples=3), "users, each with up to 3 examples"),
+        (Users(max_examples=3, drawn="examples"), "examples"),
+    ],
+)
+def test_the_report_says_what_the_batch_size_counts(unit: Any, counted: str) -> None:
+    facts = make_facts(*ran(PrivacyPlan(noise_multiplier=1.0, unit=unit), 20), ranks=1)
+    assert facts["ran"]["batch_counts"] == counted
+    assert counted in report.render(facts)
 
 
 def test_a_run_that_has_not_begun_has_spent_nothing() -> None:
