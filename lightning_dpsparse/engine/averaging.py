@@ -91,7 +91,7 @@ class RowAverage:
     """
 
     def __init__(self, kernel: TableKernel) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self.weights = kernel.weights()
         """The tables of each stack as one matrix, which the kernel reads."""
         self.averages = [torch.zeros_like(weight) for weight in self.weights]
@@ -118,7 +118,7 @@ class RowAverage:
     @torch.no_grad()
     def swap(self) -> None:
         """Let averages and weights change places, bit by bit."""
-        with self._kernel.writing():
+        with self.kernel.writing():
             for weight_RD, average_RD in zip(self.weights, self.averages):
                 for one, other in zip(*(x.split(_CHUNK_ROWS) for x in (weight_RD, average_RD))):
                     before = one.clone()

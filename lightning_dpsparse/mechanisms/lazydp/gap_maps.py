@@ -92,13 +92,13 @@ class GapMaps:
 
     def _add(self, event: Sequence[float]) -> None:
         block = self._maps[:, self._open : self._now + 1]
-        block.copy_(composed(block, event))
+        block.copy_(compose_gaps(block, event))
         self._now += 1
         if self._now == self._maps.shape[1]:
             self._grow()
         if self._now - self._open == _BLOCK:
             total = self._maps[:, self._open : self._open + 1]
-            self._tails = torch.cat([composed(self._tails, total), _identity(total, 1)], dim=1)
+            self._tails = torch.cat([compose_gaps(self._tails, total), _identity(total, 1)], dim=1)
             self._open = self._now
 
     def since(self, position_U: Tensor) -> Gap:
@@ -114,13 +114,13 @@ class GapMaps:
     def _since(self, position_U: Tensor) -> Tensor:
         is_open = _identity(self._tails, 1)
         total = self._maps[:, self._open : self._open + 1]
-        tails = torch.cat([composed(self._tails, total), is_open], dim=1)
+        tails = torch.cat([compose_gaps(self._tails, total), is_open], dim=1)
         block_U = (position_U - self._first).div_(_BLOCK, rounding_mode="floor").add_(1)
         block_U.clamp_min_(0)
-        return composed(self._maps.index_select(1, position_U), tails.index_select(1, block_U))
+        return compose_gaps(self._maps.index_select(1, position_U), tails.index_select(1, block_U))
 
 
-def composed(first: Sequence[Tensor] | Tensor, then: Sequence[float] | Tensor) -> Tensor:
+def compose_gaps(first: Sequence[Tensor] | Tensor, then: Sequence[float] | Tensor) -> Tensor:
     """The maps of gaps that are followed by other gaps: (A, B, D, S, r, T) along the first axis."""
     a1, b1, d1, s1, r1, t1 = first
     a2, b2, d2, s2, r2, t2 = then
