@@ -179,6 +179,11 @@ class Averaging:
             self._model = ModelAverage(self._module, self.settings.half_life)
         self._model.note_step()
 
+    @property
+    def has_average(self) -> bool:
+        """Whether there is an average that is something else than the weights."""
+        return self._model is not None
+
     def show_average(self) -> None:
         """From now on the module holds the average, if there is one."""
         if self._model is not None and not self._model.is_swapped:

@@ -122,7 +122,7 @@ class ShardedCheckpoints(RanksTogether):
 
     def _show_average(self, is_shown: bool) -> None:
         """During `fit`, let the module hold the average of its weights, or the weights."""
-        if self.module.trainer.state.fn != TrainerFn.FITTING:
+        if self.module.trainer.state.fn != TrainerFn.FITTING or not self.averaging.has_average:
             return
         perimeter = None if self._run is None else self._run.perimeter
         with nullcontext() if perimeter is None else perimeter.guard.writing():
