@@ -45,10 +45,8 @@ class AverageWeights(Callback):
                 f"Expected fraction or half_life in AverageWeights, found {found}. Set exactly one."
             )
         if fraction is not None:
-            remedy = "0.25 averages the last quarter of training."
-            check_number("fraction", fraction, above=0, expected=_FRACTION, remedy=remedy)
-            if fraction > 1:
-                raise Refused(f"Expected {_FRACTION}, found {shown(fraction)}. {remedy}")
+            remedy = "The last quarter of training is 0.25."
+            check_number("fraction", fraction, above=0, most=1.0, remedy=remedy)
         if half_life is not None:
             check_number("half_life", half_life, above=0, remedy="It is a number of steps.")
         self.fraction, self.half_life = fraction, half_life
@@ -100,9 +98,6 @@ class AverageWeights(Callback):
         _averaging(trainer).note_steps(trainer.global_step)
 
 
-_FRACTION = "fraction above 0 and at most 1"
-
-
 def _averaging(trainer: Trainer) -> Averaging:
     found: Averaging = trainer.strategy.averaging  # type: ignore[attr-defined]
     return found
@@ -112,8 +107,7 @@ class Averaging:
     """What a strategy averages: nothing, unless an `AverageWeights` has asked for it."""
 
     def __init__(self) -> None:
-        self.settings: AverageWeights | None = None
-        """What is averaged in this run; None is nothing."""
+        self._settings: AverageWeights | None = None
         self._module: LightningModule | None = None
         self._model: ModelAverage | None = None
         self._so_far: tuple[LocalWeights, float] | None = None
@@ -126,14 +120,18 @@ class Averaging:
         """A `fit` begins. If the module holds the average of the last one, it goes on from that
         one's weights, unless somebody has written to the module since."""
         model, self._model = self._model, None
-        self.settings = self._so_far = None
+        self._settings = self._so_far = None
         if model is not None and model.is_swapped and model.is_left_alone(module):
             model.swap()
             self._so_far = model.taken_out(), model.total
 
     def ask_for(self, settings: AverageWeights) -> None:
         """The first step is about to be taken, and these averages are wanted."""
-        self.settings = settings
+        self._settings = settings
+
+    def describe(self) -> str | None:
+        """Over what the weights are averaged; None if they are not."""
+        return None if self._settings is None else self._settings.describe()
 
     def note_average(self, module: LightningModule) -> None:
         """The module holds the average of a checkpoint that training goes on from."""
@@ -155,28 +153,28 @@ class Averaging:
         """The first step is about to be taken, of `remaining` if a budget says how many."""
         so_far, self._so_far = self._so_far, None
         self._module, self._steps = module, module.trainer.global_step
-        if self.settings is None:
+        if self._settings is None:
             return
         last_step = math.inf
-        if self.settings.fraction is not None:
+        if self._settings.fraction is not None:
             last_step = module.trainer.estimated_stepping_batches  # asks the ranks: on all of them
             if remaining is not None:
                 last_step = min(last_step, self._steps + remaining)
-        self._starts_after = self.settings.starts_after(last_step)
+        self._starts_after = self._settings.starts_after(last_step)
         if so_far is not None and self._steps > self._starts_after:
-            self._model = ModelAverage(module, self.settings.half_life, so_far[1], so_far[0])
+            self._model = ModelAverage(module, self._settings.half_life, so_far[1], so_far[0])
 
     # ---- during training ------------------------------------------------------------------------
 
     def note_steps(self, steps: int) -> None:
         """So many steps have been taken in all."""
-        if steps <= self._steps or self._module is None or self.settings is None:
+        if steps <= self._steps or self._module is None or self._settings is None:
             return
         self._steps = steps
         if steps <= self._starts_after:
             return
         if self._model is None:
-            self._model = ModelAverage(self._module, self.settings.half_life)
+            self._model = ModelAverage(self._module, self._settings.half_life)
         self._model.note_step()
 
     @property

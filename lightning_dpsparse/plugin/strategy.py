@@ -138,6 +138,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         else:
             self._run.start(self.module)
             self._run.ledger.end_if_spent(self.module.trainer.global_step)
+            self._run.evidence.averaged = self.averaging.describe()
             remaining = self._run.budget.remaining
             move = super().batch_to_device
             self._training = PrivateTraining(

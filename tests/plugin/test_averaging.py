@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
-from lightning_dpsparse import DPSGD, EANA, AdaFEST, FusedOptimizer, Placement
+from lightning_dpsparse import (
+    DPSGD,
+    EANA,
+    AdaFEST,
+    AverageWeights,
+    FusedOptimizer,
+    LazyDP,
+    Placement,
+)
+from lightning_dpsparse.engine.averaging import AverageClock
+from lightning_dpsparse.report.page import page
 from tests.support.averaging_runs import (
     STEPS,
     VALIDATED,
@@ -20,9 +34,10 @@ from tests.support.averaging_runs import (
     whole,
 )
 from tests.support.lazydp_runs import DECAYING, EAGER, LAZY
+from tests.support.naive_step import Batches, plan
 from tests.support.plain_training import PLACEMENTS, SGD
 from tests.support.ranks import Ranks
-from tests.support.tiny_model import SEQUENCES
+from tests.support.tiny_model import SEQUENCES, SmallModule, make_trainer
 
 LAST, FADING = {"fraction": 0.4}, {"half_life": 7.0}
 ADAGRAD = FusedOptimizer(kind="adagrad", learning_rate=0.2, eps=1e-3)
@@ -108,3 +123,75 @@ def test_of_rows_that_owe_noise_on_two_ranks(
     settings = {"watches": False, "validates": False}
     lazy = two_ranks.run(train, 2, PLACEMENTS[name], optimizer, LAZY, LAST, **settings)
     assert_near(whole(lazy), by_hand(eager(one_rank, optimizer), **LAST), 1e-6)
+
+
+# ---- settings that make no sense, and the report -------------------------------------------------
+
+
+def fit_with(callbacks: Any, folder: Path, **settings: Any) -> Any:
+    strategy = settings.pop("strategy", None)
+    trainer = make_trainer(1, callbacks=callbacks, default_root_dir=str(folder), **settings)
+    if strategy is not None:
+        trainer = Trainer(strategy=strategy, accelerator="cpu", callbacks=callbacks, logger=False)
+    trainer.fit(SmallModule(), Batches([[2, 1]] * 4, None))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "words"),
+    [
+        ([AverageWeights(fraction=0.5)], {"strategy": "auto"}, "Use Lightning's WeightAveraging"),
+        ([AverageWeights(fraction=0.5)], {"max_epochs": -1}, "found training without end"),
+        (
+            [AverageWeights(fraction=0.5), StochasticWeightAveraging(swa_lrs=0.1)],
+            {},
+            "one average of the weights",
+        ),
+        ([AverageWeights(half_life=5), AverageWeights(fraction=0.1)], {}, "one average of the"),
+    ],
+    ids=["strategy", "endless", "lightnings", "twice"],
+)
+def test_averages_that_cannot_be_are_refused(
+    one_rank: Ranks, tmp_path: Path, callbacks: Any, settings: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        one_rank.run(fit_with, callbacks, tmp_path, **settings)
+
+
+def report_of(folder: Path, averages: bool) -> dict[str, Any]:
+    callbacks = [AverageWeights(half_life=50)] if averages else []
+    trainer = fit_with(callbacks, folder, privacy=plan(noise=1.0, mechanism=LazyDP()))
+    facts: dict[str, Any] = trainer.strategy.private_run.facts()
+    assert ("post-processing" in page(facts)) == averages
+    return facts
+
+
+def test_the_report_says_what_is_averaged_and_charges_nothing(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    [plain] = one_rank.run(report_of, tmp_path / "plain", False)
+    [found] = one_rank.run(report_of, tmp_path / "averaged", True)
+    assert found["ran"]["averaged"].startswith("all steps, each counting half of one that comes 50")
+    assert "averaged" not in plain["ran"]
+    for key in ("ledger", "taints", "assumptions"):
+        assert found[key] == plain[key]
+    assert found["guarantee"]["epsilon"] == plain["guarantee"]["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "steps", "first"), [(0.25, 100, 75), (1, 7, 0), (0.001, 7, 6), (0.1, 30, 27)]
+)
+def test_the_last_part_of_the_planned_steps(fraction: float, steps: int, first: int) -> None:
+    assert AverageWeights(fraction=fraction).starts_after(steps) == first
+
+
+def test_steps_of_an_average_weigh_what_they_should() -> None:
+    clock = AverageClock(half_life=3.0, total=2.5)
+    total, since = 2.5, torch.arange(6, dtype=torch.int32)
+    totals = [total]
+    for _ in range(5):
+        total = 0.5 ** (1 / 3) * total + 1
+        totals.append(total)
+        assert clock.tick() == pytest.approx(1 / total)
+    expected = [0.5 ** ((5 - t) / 3) * totals[t] / total for t in range(6)]
+    torch.testing.assert_close(clock.kept(since), torch.tensor(expected, dtype=torch.float64))
