@@ -66,7 +66,7 @@ class ModelAverage:
         ]
         self.is_swapped = False
         """Whether the module holds the averages."""
-        self._marks: list[int] = []
+        self._marks: list[float] = []
         if so_far is not None:
             for name, average in self._averages.items():
                 average.copy_(so_far.dense[name])
@@ -115,9 +115,15 @@ class ModelAverage:
         """Whether this is the module, and nobody has written to it since the last `swap`."""
         return module is self._module and self._versions() == self._marks
 
-    def _versions(self) -> list[int]:
-        dense = [parameter._version for parameter in self._dense.values()]
-        return [*dense, *(kernel.writes_by_others for kernel, _ in self._tables)]
+    @torch.no_grad()
+    def _versions(self) -> list[float]:
+        """What changes when somebody writes. Writes through `.data` show in the values alone."""
+        dense = self._dense.values()
+        return [
+            *(parameter._version for parameter in dense),
+            *(float(parameter.double().sum()) for parameter in dense),
+            *(kernel.writes_by_others for kernel, _ in self._tables),
+        ]
 
     def taken_out(self) -> LocalWeights:
         """The averages, while the module holds the weights. They are not copied."""

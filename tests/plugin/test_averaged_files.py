@@ -243,32 +243,38 @@ def load_again(folder: Path, mechanism: Any) -> Any:
 # ---- the module in memory ------------------------------------------------------------------------
 
 
-def fit_again(mechanism: Any, spoils: bool) -> dict[str, Any]:
+def fit_again(world: int, mechanism: Any, spoils: bool) -> dict[str, Any]:
     """Interrupted, and then on with the same trainer and module."""
     torch.manual_seed(0)
     module, weights = Loaded(), Weights()
     module.fails_at = SAVED
+    rank = torch.distributed.get_rank() if world > 1 else None
+    batches = Batches([[2, 2]] * STEPS, rank)
     trainer = make_trainer(
-        1,
+        world,
+        ROWS,
         callbacks=[AverageWeights(half_life=4.0), weights],
         privacy=None if mechanism is None else plan(noise=1.0, mechanism=mechanism),
     )
     with pytest.raises(SystemExit):
-        trainer.fit(module, Batches([[2, 1]] * STEPS, None))
+        trainer.fit(module, batches)
     interrupted, raw = snapshot(module), weights.after[-1]
     if spoils:
-        with torch.no_grad():
-            module.head.out.weight.add_(1.0)
+        module.head.out.weight.data.add_(1.0)
     module.fails_at = None
-    trainer.fit(module, Batches([[2, 1]] * STEPS, None))
+    trainer.fit(module, batches)
     return {"interrupted": interrupted, "raw": raw, "loaded": module.loaded, "after": weights.after,
             "end": snapshot(module)}  # fmt: skip
 
 
-@pytest.mark.parametrize("mechanism", [None, EAGER], ids=["plain", "DPSGD"])
-def test_fit_again_goes_on_from_the_weights(one_rank: Ranks, mechanism: Any) -> None:
+@pytest.mark.parametrize(
+    ("world", "mechanism"), [(1, None), (1, EAGER), (2, None)], ids=["plain", "DPSGD", "two ranks"]
+)
+def test_fit_again_goes_on_from_the_weights(
+    one_rank: Ranks, two_ranks: Ranks, world: int, mechanism: Any
+) -> None:
     """However the first ended, the module held the average."""
-    results = one_rank.run(fit_again, mechanism, False)
+    results = {1: one_rank, 2: two_ranks}[world].run(fit_again, world, mechanism, False)
     weights = after(results)
     assert_near(whole(results, "interrupted"), by_hand(weights[:SAVED], half_life=4.0), 1e-6)
     assert_equal(whole(results, "loaded"), whole(results, "raw"))
@@ -276,7 +282,7 @@ def test_fit_again_goes_on_from_the_weights(one_rank: Ranks, mechanism: Any) -> 
 
 
 def test_unless_somebody_has_written_to_the_module(one_rank: Ranks) -> None:
-    [found] = one_rank.run(fit_again, None, True)
+    [found] = one_rank.run(fit_again, 1, None, True)
     name = "head.out.weight"
     spoiled = found["interrupted"]["dense"][name] + 1.0
     assert torch.equal(found["loaded"]["dense"][name], spoiled)

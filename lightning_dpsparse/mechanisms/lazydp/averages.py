@@ -141,9 +141,11 @@ class LazyAverage(RowAverage):
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
         """Have all rows pay and all averages follow them, and draw what averages still owe."""
-        if self._is_released:
+        if self.is_swapped:  # it was done then, and no step has been taken since
             return
         finish([self._state])
+        if self._is_released:
+            return
         work = []
         for stack, average_RD, debts in zip(self._stacks, self.averages, self._state.debts):
             for start in range(0, len(average_RD), _CHUNK_ROWS):
