@@ -41,7 +41,6 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.averaging import RowAverage, Rows
 from lightning_dpsparse.engine.draws import StackNoise
-from lightning_dpsparse.engine.rows import add_to_rows
 from lightning_dpsparse.engine.state import do_in_threads, finish
 from lightning_dpsparse.mechanisms.lazydp.gap_maps import Gap
 from lightning_dpsparse.noise.grid import grid_of
@@ -77,22 +76,22 @@ class StackAverage:
         `noise_UD` is e1, what the rows pay. `drawn_UD` is e2, if rows pay with a draw for every
         step. None means that e2 is r e1 for now, and that T is owed.
         """
-        old_UD, weight_UD = _at(self._average_RD, rows), _at(self._weight_RD, rows)
+        old_UD = _at(self._average_RD, rows)
         # B + D = 1 without decay: the average moves towards its row, and not a bit if it is there.
-        move_UD = (weight_UD - old_UD).mul_(_column(gap.share_U))
+        new_UD = (_at(self._weight_RD, rows) - old_UD).mul_(_column(gap.share_U))
         if is_decaying:
-            move_UD.addcmul_(old_UD, _column(gap.kept_U + gap.share_U - 1.0))
+            new_UD.addcmul_(old_UD, _column(gap.kept_U + gap.share_U - 1.0))
         owed_U = gap.kept_U.square() * _at(self._owed_R, rows)
         if drawn_UD is None:
-            move_UD.addcmul_(noise_UD, _column(gap.slope_U))
+            new_UD.addcmul_(noise_UD, _column(gap.slope_U))
             owed_U += gap.spread_U
         else:
-            move_UD += drawn_UD
+            new_UD += drawn_UD
+        new_UD += old_UD
         if isinstance(rows, slice):
-            old_UD += move_UD
-            self._owed_R[rows] = owed_U.float()
+            self._average_RD[rows], self._owed_R[rows] = new_UD, owed_U.float()
         else:
-            add_to_rows(self._average_RD, rows, move_UD)
+            self._average_RD.index_copy_(0, rows, new_UD)
             self._owed_R.index_copy_(0, rows, owed_U.float())
 
     def release(self, start: int, stop: int, part: int, step: int, grid: float | None) -> None:

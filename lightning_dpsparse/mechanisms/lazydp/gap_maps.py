@@ -104,20 +104,19 @@ class GapMaps:
     def since(self, position_U: Tensor) -> Gap:
         """The gaps from these positions to now."""
         if self._now + 1 < position_U.numel():  # each position once is less
-            found = self._since(torch.arange(self._now + 1, device=position_U.device))
-            found = found.index_select(1, position_U)
-        else:
-            found = self._since(position_U.long())
-        _, kept, share, _, slope, spread = found
-        return Gap(kept, share, slope, spread)
+            each = self._since(torch.arange(self._now + 1, device=position_U.device))
+            return Gap(*(values_P.index_select(0, position_U) for values_P in each))
+        return Gap(*self._since(position_U.long()))
 
     def _since(self, position_U: Tensor) -> Tensor:
+        """B, D, r and T, along the first axis."""
         is_open = _identity(self._tails, 1)
         total = self._maps[:, self._open : self._open + 1]
         tails = torch.cat([compose_gaps(self._tails, total), is_open], dim=1)
         block_U = (position_U - self._first).div_(_BLOCK, rounding_mode="floor").add_(1)
         block_U.clamp_min_(0)
-        return compose_gaps(self._maps.index_select(1, position_U), tails.index_select(1, block_U))
+        maps = compose_gaps(self._maps.index_select(1, position_U), tails.index_select(1, block_U))
+        return maps[[1, 2, 4, 5]]
 
 
 def compose_gaps(first: Sequence[Tensor] | Tensor, then: Sequence[float] | Tensor) -> Tensor:
