@@ -107,9 +107,11 @@ class Averaging:
     """What a strategy averages: nothing, unless an `AverageWeights` has asked for it."""
 
     def __init__(self) -> None:
-        self._settings: AverageWeights | None = None
+        self.settings: AverageWeights | None = None
+        """What is averaged in this run; None is nothing."""
         self._module: LightningModule | None = None
-        self._model: ModelAverage | None = None
+        self.model: ModelAverage | None = None
+        """The average; None as long as it is the weights themselves."""
         self._so_far: tuple[LocalWeights, float] | None = None
         """The average that the run goes on from, and what its steps weigh together."""
         self._steps = self._starts_after = 0
@@ -119,19 +121,19 @@ class Averaging:
     def begin(self, module: LightningModule) -> None:
         """A `fit` begins. If the module holds the average of the last one, it goes on from that
         one's weights, unless somebody has written to the module since."""
-        model, self._model = self._model, None
-        self._settings = self._so_far = None
+        model, self.model = self.model, None
+        self.settings = self._so_far = None
         if model is not None and model.is_swapped and model.is_left_alone(module):
             model.swap()
             self._so_far = model.taken_out(), model.total
 
     def ask_for(self, settings: AverageWeights) -> None:
         """The first step is about to be taken, and these averages are wanted."""
-        self._settings = settings
+        self.settings = settings
 
-    def describe(self) -> str | None:
-        """Over what the weights are averaged; None if they are not."""
-        return None if self._settings is None else self._settings.describe()
+    def forget(self) -> None:
+        """Other weights are about to be loaded: what was averaged before is not theirs."""
+        self.model = self._so_far = None
 
     def note_average(self, module: LightningModule) -> None:
         """The module holds the average of a checkpoint that training goes on from."""
@@ -153,58 +155,43 @@ class Averaging:
         """The first step is about to be taken, of `remaining` if a budget says how many."""
         so_far, self._so_far = self._so_far, None
         self._module, self._steps = module, module.trainer.global_step
-        if self._settings is None:
+        if self.settings is None:
             return
         last_step = math.inf
-        if self._settings.fraction is not None:
+        if self.settings.fraction is not None:
             last_step = module.trainer.estimated_stepping_batches  # asks the ranks: on all of them
             if remaining is not None:
                 last_step = min(last_step, self._steps + remaining)
-        self._starts_after = self._settings.starts_after(last_step)
+        self._starts_after = self.settings.starts_after(last_step)
         if so_far is not None and self._steps > self._starts_after:
-            self._model = ModelAverage(module, self._settings.half_life, so_far[1], so_far[0])
+            self.model = ModelAverage(module, self.settings.half_life, so_far[1], so_far[0])
 
     # ---- during training ------------------------------------------------------------------------
 
     def note_steps(self, steps: int) -> None:
         """So many steps have been taken in all."""
-        if steps <= self._steps or self._module is None or self._settings is None:
+        if steps <= self._steps or self._module is None or self.settings is None:
             return
         self._steps = steps
         if steps <= self._starts_after:
             return
-        if self._model is None:
-            self._model = ModelAverage(self._module, self._settings.half_life)
-        self._model.note_step()
+        if self.model is None:
+            self.model = ModelAverage(self._module, self.settings.half_life)
+        self.model.note_step()
 
-    @property
-    def has_average(self) -> bool:
-        """Whether there is an average that is something else than the weights."""
-        return self._model is not None
-
-    def show_average(self) -> None:
-        """From now on the module holds the average, if there is one."""
-        if self._model is not None and not self._model.is_swapped:
-            self._model.swap()
-
-    def show_weights(self) -> None:
-        """From now on the module holds the weights that training goes on with."""
-        if self._model is not None and self._model.is_swapped:
-            self._model.swap()
+    def show(self, *, average: bool) -> None:
+        """From now on the module holds the average, or the weights that training goes on with."""
+        if self.model is not None and self.model.is_swapped != average:
+            self.model.swap()
 
     # ---- files ----------------------------------------------------------------------------------
-
-    def bring_up_to_date(self) -> None:
-        """The average is about to be written."""
-        if self._model is not None:
-            self._model.bring_up_to_date()
 
     def split(
         self, state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
         """Of the module's state dict: what others should read, what training goes on from if that
         is something else, and what a checkpoint says of the two."""
-        model = self._model
+        model = self.model
         if model is None or self._module is None:
             return state, None, {}
         if model.is_swapped and not model.is_left_alone(self._module):  # other weights were loaded
@@ -214,5 +201,5 @@ class Averaging:
 
     def close(self) -> None:
         """Training is over. The module keeps the average, and weights are kept beside it."""
-        if self._model is not None:
-            self._model.close()
+        if self.model is not None:
+            self.model.close()

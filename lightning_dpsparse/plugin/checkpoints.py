@@ -122,14 +122,11 @@ class ShardedCheckpoints(RanksTogether):
 
     def _show_average(self, is_shown: bool) -> None:
         """During `fit`, let the module hold the average of its weights, or the weights."""
-        if self.module.trainer.state.fn != TrainerFn.FITTING or not self.averaging.has_average:
+        if self.module.trainer.state.fn != TrainerFn.FITTING or self.averaging.model is None:
             return
         perimeter = None if self._run is None else self._run.perimeter
         with nullcontext() if perimeter is None else perimeter.guard.writing():
-            if is_shown:
-                self.averaging.show_average()
-            else:
-                self.averaging.show_weights()
+            self.averaging.show(average=is_shown)
 
     # ---- files ----------------------------------------------------------------------------------
 
@@ -138,7 +135,6 @@ class ShardedCheckpoints(RanksTogether):
         """The one point that every checkpoint passes: noise that was put off lands before it."""
         if self._training is not None:
             self._training.before_save()
-        self.averaging.bring_up_to_date()
         state = super().lightning_module_state_dict()
         self._weights = frozenset(state)
         return state
@@ -207,6 +203,7 @@ class ShardedCheckpoints(RanksTogether):
     ) -> dict[str, Any]:
         path = local_path(self.broadcast(str(checkpoint_path)), "the path of a checkpoint")
         is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
+        self.averaging.forget()
         checkpoint = sharded_checkpoint.load(
             path,
             self.module,

@@ -138,7 +138,8 @@ class DPSparseStrategy(ShardedCheckpoints):
         else:
             self._run.start(self.module)
             self._run.ledger.end_if_spent(self.module.trainer.global_step)
-            self._run.evidence.averaged = self.averaging.describe()
+            if self.averaging.settings is not None:
+                self._run.evidence.averaged = self.averaging.settings.describe()
             remaining = self._run.budget.remaining
             move = super().batch_to_device
             self._training = PrivateTraining(
@@ -222,7 +223,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         try:
             if self._training is not None:
                 self._training.pay_all()
-            self.averaging.show_average()  # unchecked: what went wrong must be heard, not this
+            self.averaging.show(average=True)  # unchecked: what went wrong must be heard, not this
         except BaseException:  # the tables remember, and pay before they are used again
             self._training = None
             if self._run is not None:

@@ -15,6 +15,7 @@ from lightning_dpsparse import AverageWeights, FusedOptimizer, LazyDP, Placement
 from lightning_dpsparse.sharded.checkpoint import consolidate
 from tests.support.averaging_runs import Weights, after, assert_near, by_hand, whole
 from tests.support.checkpoint_runs import BATCH, ROWS, ROWWISE, SIZE, TABLES, assert_equal, predict
+from tests.support.forged import signed
 from tests.support.lazydp_runs import EAGER, LAZY, unmoved
 from tests.support.naive_step import Batches, plan
 from tests.support.plain_training import SGD
@@ -286,3 +287,32 @@ def test_unless_somebody_has_written_to_the_module(one_rank: Ranks) -> None:
     name = "head.out.weight"
     spoiled = found["interrupted"]["dense"][name] + 1.0
     assert torch.equal(found["loaded"]["dense"][name], spoiled)
+
+
+def fit_from_another(folder: Path) -> dict[str, Any]:
+    """Averaged, and then on from a file without an average."""
+    module = Loaded()
+    trainer = make_trainer(1, TABLES, ROWWISE, callbacks=[AverageWeights(half_life=4.0)])
+    trainer.fit(module, loader(SIZE, BATCH, 1))
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader(SIZE, BATCH, 1), ckpt_path=saved_at(folder))
+    return {"loaded": module.loaded, "end": snapshot(module)}
+
+
+def test_a_file_without_an_average_begins_a_new_one(one_rank: Ranks, tmp_path: Path) -> None:
+    straight = one_rank.run(fit, 1, TABLES, ROWWISE, None, tmp_path)
+    found = one_rank.run(fit_from_another, tmp_path)
+    assert_equal(whole(found, "loaded"), after(straight)[SAVED - 1])
+
+
+@pytest.mark.parametrize("total", [None, "many", 0.0, -1.0, float("nan"), float("inf"), True])
+def test_an_average_of_nobody_knows_how_many_steps_is_refused(
+    one_rank: Ranks, tmp_path: Path, total: Any
+) -> None:
+    one_rank.run(fit, 1, TABLES, ROWWISE, LAST, tmp_path)
+    meta = torch.load(saved_at(tmp_path) / "meta.pt", weights_only=False)
+    meta["averaging_state"]["total"] = total
+    torch.save(meta, saved_at(tmp_path) / "meta.pt")
+    signed(saved_at(tmp_path))
+    with pytest.raises(ValueError, match="says how many steps its average is made of, found"):
+        one_rank.run(fit, 1, TABLES, ROWWISE, LAST, resume=saved_at(tmp_path))
