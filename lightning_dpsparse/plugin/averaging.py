@@ -48,7 +48,7 @@ class AverageWeights(Callback):
             remedy = "The last quarter of training is 0.25."
             check_number("fraction", fraction, above=0, most=1.0, remedy=remedy)
         if half_life is not None:
-            check_number("half_life", half_life, above=0, remedy="It is a number of steps.")
+            check_number("half_life", half_life, least=1, remedy="It is a number of steps.")
         self.fraction, self.half_life = fraction, half_life
 
     def describe(self) -> str:

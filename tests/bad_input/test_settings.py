@@ -166,7 +166,7 @@ TRAINING = [
     *rows(DPSparseStrategy, {}, "trust_checkpoints", NOT_FLAGS, "trust_checkpoints"),
     *rows(DPSparseStrategy, {}, "start_method", (*NOT_CHOICES, None), "start_method 'popen'"),
     *rows(AverageWeights, {}, "fraction", (*but(NOT_POSITIVE, None), 1.5), "fraction"),
-    *rows(AverageWeights, {}, "half_life", but(NOT_POSITIVE, None), "half_life"),
+    *rows(AverageWeights, {}, "half_life", (*but(NOT_POSITIVE, None), 0.9), "half_life"),
     *rows(AverageWeights, {}, "half_life", (None,), "found none. Set exactly one"),
     *rows(AverageWeights, {"fraction": 0.5}, "half_life", (3.0,), "found both. Set exactly one"),
     *rows(SecretSharer, {}, "repeats", (*NOT_SIZES, [], None), "repeats"),
@@ -205,7 +205,7 @@ LEGAL: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (Placement, {"tables": {"a": "row_wise", "b": TablePlacement()}}),
     (RGP, {"rank": 2, "layers": "net.*", "exclude": []}),
     (AverageWeights, {"fraction": 1}),
-    (AverageWeights, {"half_life": 0.5}),
+    (AverageWeights, {"half_life": 1}),
     (DPSparseStrategy, {"process_group_backend": "cpu:gloo,cuda:nccl", "timeout": None}),
 ]
 

@@ -58,7 +58,7 @@ def assert_as_by_steps(steps: list[Step], lengths: list[int], rtol: float, tiny:
     found = gaps.since(torch.tensor([2 * (len(steps) - n) for n in lengths]))
     for i, n in enumerate(lengths):
         kept, share, slope, spread = by_steps(steps[len(steps) - n :])
-        assert math.isclose(found.kept_U[i], kept, rel_tol=rtol)
+        assert math.isclose(found.gain_U[i], kept + share - 1, rel_tol=rtol, abs_tol=1e-14)
         assert math.isclose(found.share_U[i], share, rel_tol=rtol)
         assert math.isclose(found.slope_U[i], slope, rel_tol=rtol, abs_tol=1e-300)
         assert math.isclose(found.spread_U[i], spread, rel_tol=rtol, abs_tol=tiny)
@@ -87,7 +87,7 @@ def test_one_step_leaves_nothing_open() -> None:
     found = maps_of(late(700, decay=1e-3)).since(torch.tensor([2 * 699, 2 * 699 + 1, 2 * 700]))
     assert found.spread_U.tolist() == [0.0, 0.0, 0.0]
     assert found.slope_U[0] == 1e-6
-    assert found.kept_U[2] == 1.0
+    assert found.gain_U[2] == 0.0
     assert found.share_U[2] == 0.0
 
 
@@ -154,7 +154,7 @@ def test_an_average_that_begins_late_knows_what_rows_owed_before(decay: float) -
     for position, length in ((0, 55), (10, 45), (29, 26), (30, 25), (32, 24), (80, 0)):
         found = clock.gaps.since(torch.tensor([position]))
         kept, share, slope, spread = by_steps(steps[len(steps) - length :])
-        assert math.isclose(found.kept_U, kept, abs_tol=1e-15)
+        assert math.isclose(found.gain_U, kept + share - 1, abs_tol=1e-14)
         assert math.isclose(found.share_U, share, rel_tol=1e-12, abs_tol=1e-15)
         assert math.isclose(found.slope_U, slope, rel_tol=1e-9, abs_tol=1e-15)
         assert math.isclose(found.spread_U, spread, rel_tol=1e-9, abs_tol=1e-18)
@@ -171,4 +171,4 @@ def test_a_clock_that_starts_anew_follows_on() -> None:
     assert clock.gaps is not None
     found = clock.gaps.since(torch.tensor([0, 1, 2]))
     assert found.slope_U.tolist() == [0.25, 0.0, 0.0]
-    assert found.kept_U.tolist() == [0.75, 0.75, 1.0]
+    assert found.share_U.tolist() == [0.25, 0.25, 0.0]

@@ -6,10 +6,21 @@ way. Given e1, the noise that the row pays, the average is normal (`gap_maps.py`
     m_n = B m_h + D theta_h + r e1 + N(0, T)
 
 The last term has no part in training: no row depends on it. So it is not drawn when the row pays.
-Its variance is kept, and grows from payment to payment as v <- B^2 v + T. Before the average is
-released, it is drawn once. An average costs a copy of the table and four bytes a row for v; the
-step through which it is up to date is the one through which the row has paid. A payment costs no
-further draw.
+Its variance is kept, and grows from payment to payment. Before the average is released, it is drawn
+once. A payment costs no further draw.
+
+What is kept for a row is not m but its *lag*, how far m is behind the row, in a scale that grows as
+averages catch up:
+
+    c = f (theta - m),    f <- f / (1 - b) after every step
+
+When an average follows a row that rests, theta - m shrinks by 1 - b, and c stays. So c changes only
+when the row itself is written, and by what is known there: the row's old value and its average need
+not be read. Of the variance, v is kept in the same scale. Before a release lags become averages,
+and after it they become lags again, with f = 1.
+
+An average costs a copy of the table and four bytes a row for v; the step through which it is up to
+date is the one through which the row has paid.
 
 Guarantees: whatever is released of an average is, given what is released of the weights, a draw
 from the distribution that it has with DP-SGD. Three things are needed for that.
@@ -33,6 +44,7 @@ from the distribution that it has with DP-SGD. Three things are needed for that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,6 +53,7 @@ from torch import Tensor
 
 from lightning_dpsparse.engine.averaging import RowAverage, Rows
 from lightning_dpsparse.engine.draws import StackNoise
+from lightning_dpsparse.engine.rows import add_to_rows
 from lightning_dpsparse.engine.state import do_in_threads, finish
 from lightning_dpsparse.mechanisms.lazydp.gap_maps import Gap
 from lightning_dpsparse.noise.grid import grid_of
@@ -53,59 +66,71 @@ if TYPE_CHECKING:
 _CHUNK_ROWS = 1 << 14
 """Number of rows that are released at a time."""
 
+_LARGEST_SCALE = 2.0**40
+"""When f has grown beyond this, all lags are written anew with f = 1: their squares would leave the
+range of float32. Averages of steps that count alike never come to that, and those with a half-life
+of h steps come to it every 40 h steps."""
+
 
 class StackAverage:
-    """The averages of one stack of tables. They are secret until `release` was called."""
+    """The lags of one stack's averages behind its rows. They are secret."""
 
-    def __init__(self, weight_RD: Tensor, average_RD: Tensor, noise: StackNoise) -> None:
-        self._weight_RD, self._average_RD, self._noise = weight_RD, average_RD, noise
+    def __init__(self, weight_RD: Tensor, lag_RD: Tensor, noise: StackNoise) -> None:
+        self._weight_RD, self._lag_RD, self._noise = weight_RD, lag_RD, noise
         self._owed_R = torch.zeros(len(weight_RD), device=weight_RD.device)
         """v: the variance of what is still to be drawn for each row's average."""
+        self._scale = 1.0
 
-    def follow(
+    def catch_up(self, share: float) -> None:
+        """All averages move by this share towards their rows."""
+        if share < 1.0:  # the first step's average is its weights, and lags are zero
+            self._scale /= 1.0 - share
+        if self._scale > _LARGEST_SCALE:
+            self._lag_RD.mul_(1.0 / self._scale)
+            self._owed_R.mul_(self._scale**-2)
+            self._scale = 1.0
+
+    def note_move(
         self,
         rows: Rows,
-        gap: Gap,
-        noise_UD: Tensor,
+        moved_UD: Tensor,
+        gap: Gap | None = None,
+        noise_UD: Tensor | None = None,
         drawn_UD: Tensor | None = None,
-        *,
-        is_decaying: bool,
+        old_UD: Tensor | None = None,
     ) -> None:
-        """Move the averages of these rows through the steps of a gap, before the rows pay for it.
+        """Rows are about to move by `moved_UD`, and have paid for a gap with that.
 
-        `noise_UD` is e1, what the rows pay. `drawn_UD` is e2, if rows pay with a draw for every
-        step. None means that e2 is r e1 for now, and that T is owed.
+        `noise_UD` is e1, what they pay of it. `drawn_UD` is e2, if rows pay with a draw for every
+        step. None means that e2 is r e1 for now, and that T is owed. `old_UD` are the rows before,
+        if they decay.
         """
-        old_UD = _at(self._average_RD, rows)
-        # B + D = 1 without decay: the average moves towards its row, and not a bit if it is there.
-        new_UD = (_at(self._weight_RD, rows) - old_UD).mul_(_column(gap.share_U))
-        if is_decaying:
-            new_UD.addcmul_(old_UD, _column(gap.kept_U + gap.share_U - 1.0))
-        owed_U = gap.kept_U.square() * _at(self._owed_R, rows)
-        if drawn_UD is None:
-            new_UD.addcmul_(noise_UD, _column(gap.slope_U))
-            owed_U += gap.spread_U
-        else:
-            new_UD += drawn_UD
-        new_UD += old_UD
-        if isinstance(rows, slice):
-            self._average_RD[rows], self._owed_R[rows] = new_UD, owed_U.float()
-        else:
-            self._average_RD.index_copy_(0, rows, new_UD)
-            self._owed_R.index_copy_(0, rows, owed_U.float())
+        lag_UD = moved_UD * self._scale
+        if gap is not None:
+            if drawn_UD is not None:
+                lag_UD.sub_(drawn_UD, alpha=self._scale)
+            else:
+                assert noise_UD is not None
+                lag_UD.addcmul_(noise_UD, _column(gap.slope_U), value=-self._scale)
+                _add(self._owed_R, rows, (gap.spread_U * self._scale**2).float())
+            if old_UD is not None:
+                lag_UD.addcmul_(old_UD, _column(gap.gain_U), value=-self._scale)
+        _add(self._lag_RD, rows, lag_UD)
 
     def release(self, start: int, stop: int, part: int, step: int, grid: float | None) -> None:
-        """Draw what the averages of these rows owe, and put them on the grid of the weights.
+        """Make averages of lags: draw what they owe, and put them on the grid of the weights.
 
         `step` and `part` name the draws.
         """
-        if grid is None:  # there is no noise
-            return
-        average_UD, owed_U = self._average_RD[start:stop], self._owed_R[start:stop]
+        average_UD, owed_U = self._lag_RD[start:stop], self._owed_R[start:stop]
         rows_U = torch.arange(start, stop, device=average_UD.device)
-        stddev_UD = owed_U.to(torch.float64).sqrt_()[:, None]
-        exact_UD = average_UD.to(torch.float64)
+        stddev_UD = owed_U.to(torch.float64).sqrt_().div_(self._scale)[:, None]
+        exact_UD = self._weight_RD[start:stop].to(torch.float64)
+        exact_UD.sub_(average_UD, alpha=1.0 / self._scale)
         drawn_UD = torch.empty_like(average_UD)
+        if grid is None:  # there is no noise
+            average_UD.copy_(exact_UD)
+            return
         if bool((owed_U > 0).any()):
             self._noise.fill_(drawn_UD, "average", step, rows_U, part=part)
             exact_UD.addcmul_(drawn_UD, stddev_UD)
@@ -113,6 +138,11 @@ class StackAverage:
         exact_UD.addcmul_(drawn_UD, stddev_UD.mul_(grid_of(1.0)).clamp_min_(grid))
         average_UD.copy_(exact_UD.mul_(1.0 / grid).round_()).mul_(grid)
         owed_U.zero_()
+
+    def go_on(self) -> None:
+        """Have averages that were released become lags again."""
+        self._lag_RD.neg_().add_(self._weight_RD)
+        self._scale = 1.0
 
 
 class LazyAverage(RowAverage):
@@ -131,11 +161,28 @@ class LazyAverage(RowAverage):
         ]
         for debts, stack in zip(state.debts, self._stacks):
             debts.average = stack
+        self._is_released = False
+        """Whether `averages` holds averages; lags otherwise."""
+
+    def start_from(self, averages: Sequence[Tensor]) -> None:
+        super().start_from(averages)
         self._is_released = True
 
+    @torch.no_grad()
+    def go_on(self) -> None:
+        """Rows are about to move again, or averages to follow them."""
+        assert not self.is_swapped  # training goes on with the weights themselves
+        if self._is_released:
+            for stack in self._stacks:
+                stack.go_on()
+            self._is_released = False
+
+    @torch.no_grad()
     def note_step(self, share: float) -> None:
+        self.go_on()
         self._state.clock.note_average(share)
-        self._is_released = False
+        for stack in self._stacks:
+            stack.catch_up(share)
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
@@ -155,8 +202,13 @@ class LazyAverage(RowAverage):
         self._is_released = True
 
 
-def _at(values_R: Tensor, rows: Rows) -> Tensor:
-    return values_R[rows] if isinstance(rows, slice) else values_R.index_select(0, rows)
+def _add(values_R: Tensor, rows: Rows, more_U: Tensor) -> None:
+    if isinstance(rows, slice):
+        values_R[rows] += more_U
+    elif values_R.dim() == 1:
+        values_R.index_add_(0, rows, more_U)
+    else:
+        add_to_rows(values_R, rows, more_U)
 
 
 def _column(values_U: Tensor) -> Tensor:

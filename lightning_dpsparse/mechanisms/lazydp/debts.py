@@ -89,12 +89,14 @@ class Debts:
         step_UD = self._land(rows_U, gradient.values_UD, spacing, -rate, next(self.parts))
         if keep != 1.0:
             assert bill is None  # rows that decay pay before they are read
-            new_UD = step_UD.add_(weight_RD.index_select(0, rows_U), alpha=keep)
-            weight_RD.index_copy_(0, rows_U, self._round_(new_UD))
+            old_UD = weight_RD.index_select(0, rows_U)
+            new_UD = self._round_(step_UD.add_(old_UD, alpha=keep))
+            _tell(self.average, rows_U, new_UD - old_UD)
+            weight_RD.index_copy_(0, rows_U, new_UD)
         else:
             if bill is not None:
-                _follow(self.average, bill, rows_U)
                 step_UD += bill.noise_UD
+            _tell(self.average, rows_U, step_UD, bill)
             add_to_rows(weight_RD, rows_U, step_UD)
         self.note(rows_U, self._clock.now)
 
@@ -113,13 +115,15 @@ class Debts:
         return self._draw(rows_U, since_U, next(self.parts))
 
     def pay(self, bill: Bill) -> None:
-        _follow(self.average, bill, bill.rows_U)
         if bill.decay_U is None:
+            _tell(self.average, bill.rows_U, bill.noise_UD, bill)
             add_to_rows(self._weight_RD, bill.rows_U, bill.noise_UD)
         else:
             old_UD = self._weight_RD.index_select(0, bill.rows_U)
-            new_UD = old_UD.mul_(bill.decay_U.float()[:, None]).add_(bill.noise_UD)
-            self._weight_RD.index_copy_(0, bill.rows_U, self._round_(new_UD))
+            new_UD = (old_UD * bill.decay_U.float()[:, None]).add_(bill.noise_UD)
+            self._round_(new_UD)
+            _tell(self.average, bill.rows_U, new_UD - old_UD, bill, old_UD)
+            self._weight_RD.index_copy_(0, bill.rows_U, new_UD)
         self.note(bill.rows_U, bill.through)
 
     def note(self, rows_U: Tensor, through: int) -> None:
@@ -147,11 +151,14 @@ class Debts:
             return
         rows_U = torch.arange(start, stop, device=since_U.device)
         bill = self._draw(rows_U, since_U, part)
-        _follow(self.average, bill, slice(start, stop))
-        weight_UD = self._weight_RD[start:stop]
-        if bill.decay_U is not None:
-            self._round_(weight_UD.mul_(bill.decay_U.float()[:, None]))
-        weight_UD.add_(bill.noise_UD)
+        rows, weight_UD = slice(start, stop), self._weight_RD[start:stop]
+        if bill.decay_U is None:
+            _tell(self.average, rows, bill.noise_UD, bill)
+            weight_UD.add_(bill.noise_UD)
+        else:
+            new_UD = self._round_(weight_UD * bill.decay_U.float()[:, None]).add_(bill.noise_UD)
+            _tell(self.average, rows, new_UD - weight_UD, bill, weight_UD)
+            weight_UD.copy_(new_UD)
         since_U.fill_(self._clock.now)
 
     def _draw(self, rows_U: Tensor, since_U: Tensor, part: int) -> Bill:
@@ -192,8 +199,17 @@ class Debts:
         return Bill(rows_U, owed_UD, decay_U, clock.now, gap, averaged_UD)
 
 
-def _follow(average: StackAverage | None, bill: Bill, rows: Rows) -> None:
-    """Have the average of these rows follow them through the steps of a bill, before it is paid."""
-    if average is not None and bill.gap is not None:
-        is_decaying = bill.decay_U is not None
-        average.follow(rows, bill.gap, bill.noise_UD, bill.averaged_UD, is_decaying=is_decaying)
+def _tell(
+    average: StackAverage | None,
+    rows: Rows,
+    moved_UD: Tensor,
+    bill: Bill | None = None,
+    old_UD: Tensor | None = None,
+) -> None:
+    """Tell the average that these rows are about to move, and to pay a bill with that."""
+    if average is None:
+        return
+    if bill is None or bill.gap is None:
+        average.note_move(rows, moved_UD)
+    else:
+        average.note_move(rows, moved_UD, bill.gap, bill.noise_UD, bill.averaged_UD, old_UD)

@@ -50,10 +50,10 @@ _IDENTITY = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 class Gap:
     """What happened to the average of each of some rows while they waited, in float64."""
 
-    kept_U: Tensor
-    """B: what is left of the average of then."""
     share_U: Tensor
     """D: the part of the row of then that is in the average."""
+    gain_U: Tensor
+    """B + D - 1: what is missing of the two together. It is zero without decay."""
     slope_U: Tensor
     """r: the part of the row's noise that has reached the average."""
     spread_U: Tensor
@@ -109,14 +109,15 @@ class GapMaps:
         return Gap(*self._since(position_U.long()))
 
     def _since(self, position_U: Tensor) -> Tensor:
-        """B, D, r and T, along the first axis."""
+        """D, B + D - 1, r and T, along the first axis."""
         is_open = _identity(self._tails, 1)
         total = self._maps[:, self._open : self._open + 1]
         tails = torch.cat([compose_gaps(self._tails, total), is_open], dim=1)
         block_U = (position_U - self._first).div_(_BLOCK, rounding_mode="floor").add_(1)
         block_U.clamp_min_(0)
         maps = compose_gaps(self._maps.index_select(1, position_U), tails.index_select(1, block_U))
-        return maps[[1, 2, 4, 5]]
+        _, kept_U, share_U, _, slope_U, spread_U = maps
+        return torch.stack([share_U, kept_U + share_U - 1.0, slope_U, spread_U])
 
 
 def compose_gaps(first: Sequence[Tensor] | Tensor, then: Sequence[float] | Tensor) -> Tensor:

@@ -116,6 +116,8 @@ class LazyTables(TableState):
         in rounding, the step leaves the tables alone: nothing is applied, and nothing is owed.
         """
         kernel, stddev = self.kernel, self.noise.stddev
+        if isinstance(self.average, LazyAverage):
+            self.average.go_on()
         if self.clock.now >= _LONGEST:
             finish([self])
         if not is_felt(stddev * kernel.learning_rate, self.grid):
