@@ -125,6 +125,14 @@ def test_of_rows_that_owe_noise_on_two_ranks(
     assert_near(whole(lazy), by_hand(eager(one_rank, optimizer), **LAST), 1e-6)
 
 
+@pytest.mark.parametrize("kind", ["grid", "table_row_wise"])
+def test_of_rows_that_owe_noise_on_four_ranks_of_two_hosts(four_ranks: Ranks, kind: Any) -> None:
+    placement, settings = Placement(default=kind), {"steps": 20, "validates": False, "hosts": 2}
+    weights = after(four_ranks.run(train, 4, placement, SGD, EAGER, **settings))
+    lazy = four_ranks.run(train, 4, placement, SGD, LAZY, FADING, watches=False, **settings)
+    assert_near(whole(lazy), by_hand(weights, **FADING), 1e-6)
+
+
 # ---- settings that make no sense, and the report -------------------------------------------------
 
 

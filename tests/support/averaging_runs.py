@@ -56,6 +56,7 @@ def train(
     validates: bool = True,
     is_moved: bool = False,
     sequences: tuple[str, ...] = (),
+    hosts: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
     """Runs inside a rank: a cosine schedule, replayed noise if there is a mechanism."""
@@ -69,13 +70,15 @@ def train(
         world_size,
         placement,
         optimizer,
+        hosts=hosts,
         privacy=None if mechanism is None else plan(mechanism=mechanism, **settings),
         val_check_interval=VALIDATED,
         callbacks=callbacks,
     )
     validation = DataLoader(Bags(8, seed=3), batch_size=8 // world_size, collate_fn=collate)
     rank = torch.distributed.get_rank() if world_size > 1 else None
-    data: Any = Batches(SIZES[:steps], rank)
+    sizes = SIZES[:steps] if world_size <= 2 else [[*size, 1, 0] for size in SIZES[:steps]]
+    data: Any = Batches(sizes, rank)
     if mechanism is None:
         data = loader(4 * steps, 4, world_size)
     with nullcontext() if is_moved else unmoved():
