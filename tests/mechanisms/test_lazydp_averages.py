@@ -138,6 +138,53 @@ def test_lags_in_a_new_scale_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     assert (found - average).abs().max() <= 1.01 * grid + 1e-6
 
 
+class Failing(FastNoise):
+    """Fails once, at the second draw for averages."""
+
+    left = 2
+
+    def fill_(self, out: Tensor, stream: Any, *rest: Any) -> Tensor:
+        if stream.purpose == "average":
+            Failing.left -= 1
+            if Failing.left == 0:
+                raise MemoryError("no memory for noise")
+        return super().fill_(out, stream, *rest)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_release_that_was_cut_short_goes_on(
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """Some rows' averages were made, others' not: right away, or after a further step."""
+    monkeypatch.setattr(averages, "_CHUNK_ROWS", 700)
+    Failing.left = 2
+    kernel: Any = PaperKernel()
+    state = LazyDP().open_table(kernel, StepNoise(Failing(RunKey.fixed(5)), STDDEV))
+    clock = AverageClock()
+    average = state.open_average(clock)
+
+    def step(number: int) -> None:
+        kernel.learning_rate = learning_rate(number)
+        nothing = RowGradient(torch.zeros(0, dtype=torch.int64), torch.zeros(0, WIDTH))
+        for update in state.updates([nothing], number):
+            state.apply(update)
+        average.note_step(clock.tick())
+
+    for number in range(STEPS - 1):
+        step(number)
+    if not goes_on:
+        step(STEPS - 1)
+    with pytest.raises(MemoryError):
+        average.bring_up_to_date()
+    if goes_on:
+        step(STEPS - 1)
+    average.bring_up_to_date()
+    s11, s22, s12 = right_law(0.0, 0, None)
+    rest = average.averages[0].double() - s12 / s11 * kernel.weight.double()
+    ratio = float(rest.square().mean()) / (s22 - s12**2 / s11)
+    assert abs(ratio - 1) < 5 * math.sqrt(2 / rest.numel())
+
+
 def test_before_a_release_an_average_lacks_what_its_rows_noise_leaves_open() -> None:
     """So it is a secret: `bring_up_to_date` draws what is missing."""
     kernel: Any = PaperKernel()

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,7 @@ from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.rows import add_to_rows
 from lightning_dpsparse.engine.state import do_in_threads, finish
 from lightning_dpsparse.mechanisms.lazydp.gap_maps import Gap
-from lightning_dpsparse.noise.grid import grid_of
+from lightning_dpsparse.noise.grid import grid_of, round_to_
 
 if TYPE_CHECKING:
     from lightning_dpsparse.mechanisms.lazydp.state import LazyTables
@@ -80,6 +81,8 @@ class StackAverage:
         self._owed_R = torch.zeros(len(weight_RD), device=weight_RD.device)
         """v: the variance of what is still to be drawn for each row's average."""
         self._scale = 1.0
+        self._released: set[int] = set()
+        """First rows of the chunks whose lags are averages now."""
 
     def catch_up(self, share: float) -> None:
         """All averages move by this share towards their rows."""
@@ -122,27 +125,42 @@ class StackAverage:
 
         `step` and `part` name the draws.
         """
+        if start in self._released:
+            return
         average_UD, owed_U = self._lag_RD[start:stop], self._owed_R[start:stop]
         rows_U = torch.arange(start, stop, device=average_UD.device)
         stddev_UD = owed_U.to(torch.float64).sqrt_().div_(self._scale)[:, None]
         exact_UD = self._weight_RD[start:stop].to(torch.float64)
         exact_UD.sub_(average_UD, alpha=1.0 / self._scale)
         drawn_UD = torch.empty_like(average_UD)
-        if grid is None:  # there is no noise
-            average_UD.copy_(exact_UD)
-            return
-        if bool((owed_U > 0).any()):
-            self._noise.fill_(drawn_UD, "average", step, rows_U, part=part)
-            exact_UD.addcmul_(drawn_UD, stddev_UD)
-        self._noise.dither_(drawn_UD, "average landing", step, rows_U, part=part)
-        exact_UD.addcmul_(drawn_UD, stddev_UD.mul_(grid_of(1.0)).clamp_min_(grid))
-        average_UD.copy_(exact_UD.mul_(1.0 / grid).round_()).mul_(grid)
+        if grid is not None:  # there is noise
+            if bool((owed_U > 0).any()):
+                self._noise.fill_(drawn_UD, "average", step, rows_U, part=part)
+                exact_UD.addcmul_(drawn_UD, stddev_UD)
+            self._noise.dither_(drawn_UD, "average landing", step, rows_U, part=part)
+            exact_UD.addcmul_(drawn_UD, stddev_UD.mul_(grid_of(1.0)).clamp_min_(grid))
+            round_to_(exact_UD, grid)
+        average_UD.copy_(exact_UD)
         owed_U.zero_()
+        self._released.add(start)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """First row and end of each chunk that is released at a time."""
+        ends = [*range(0, len(self._lag_RD), _CHUNK_ROWS), len(self._lag_RD)]
+        return list(pairwise(ends))
+
+    def take_as_released(self) -> None:
+        """The memory for lags holds averages of an earlier run."""
+        self._released = {start for start, _ in self.chunks()}
 
     def go_on(self) -> None:
-        """Have averages that were released become lags again."""
-        self._lag_RD.neg_().add_(self._weight_RD)
-        self._scale = 1.0
+        """Have averages that were released become lags again: all, if no release was cut short."""
+        if len(self._released) == len(self.chunks()):
+            self._scale = 1.0
+        for start, stop in self.chunks() if self._released else ():
+            if start in self._released:
+                self._lag_RD[start:stop].neg_().add_(self._weight_RD[start:stop]).mul_(self._scale)
+                self._released.remove(start)
 
 
 class LazyAverage(RowAverage):
@@ -162,20 +180,20 @@ class LazyAverage(RowAverage):
         for debts, stack in zip(state.debts, self._stacks):
             debts.average = stack
         self._is_released = False
-        """Whether `averages` holds averages; lags otherwise."""
+        """Whether all of `averages` are averages, and not lags."""
 
     def start_from(self, averages: Sequence[Tensor]) -> None:
         super().start_from(averages)
-        self._is_released = True
+        for stack in self._stacks:
+            stack.take_as_released()
 
     @torch.no_grad()
     def go_on(self) -> None:
         """Rows are about to move again, or averages to follow them."""
         assert not self.is_swapped  # training goes on with the weights themselves
-        if self._is_released:
-            for stack in self._stacks:
-                stack.go_on()
-            self._is_released = False
+        for stack in self._stacks:
+            stack.go_on()
+        self._is_released = False
 
     @torch.no_grad()
     def note_step(self, share: float) -> None:
@@ -193,11 +211,10 @@ class LazyAverage(RowAverage):
         if self._is_released:
             return
         work = []
-        for stack, average_RD, debts in zip(self._stacks, self.averages, self._state.debts):
-            for start in range(0, len(average_RD), _CHUNK_ROWS):
-                stop = min(start + _CHUNK_ROWS, len(average_RD))
+        for stack, debts in zip(self._stacks, self._state.debts):
+            for chunk in stack.chunks():
                 name = (next(debts.parts), self._state.clock.last_step)
-                work.append(partial(stack.release, start, stop, *name, self._state.grid))
+                work.append(partial(stack.release, *chunk, *name, self._state.grid))
         do_in_threads(work)
         self._is_released = True
 
