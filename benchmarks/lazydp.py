@@ -94,7 +94,7 @@ class Aged(Callback):
         assert private is not None
         for tables in _lazy_tables(pl_module):
             for step in range(self._steps):
-                tables._clock.tick(step, private.state.noise.stddev, tables.kernel.learning_rate)
+                tables.clock.tick(step, private.state.noise.stddev, tables.kernel.learning_rate)
             for stack in tables.debts:
                 for table_R in stack._paid_through_R.split(self._workload.rows):
                     self._age(table_R)

@@ -5,6 +5,7 @@ torchrec  the same model through Trainer and DPSparseStrategy(privacy=None)
 clip      private without noise: clipping alone
 eana      clipping, and noise on the rows that were read (not private)
 lazydp    clipping, and noise on rows before they are read
+averaged  lazydp, with an average of the weights that counts every step
 adafest   clipping, and noise on about 300 rows that pass a threshold
 lsg       adafest, with LSG of rank 8 and sparsity 0.3 for all dense layers but the last
 dpsgd     clipping, and noise on every row
@@ -49,6 +50,7 @@ from lightning_dpsparse import (
     EANA,
     LSG,
     AdaFEST,
+    AverageWeights,
     DenseGaussian,
     DPSparseStrategy,
     FusedOptimizer,
@@ -219,6 +221,7 @@ MODES: dict[str, ModeMaker] = {
     "clip": through_lightning(EANA(), noise=0.0),
     "eana": through_lightning(EANA()),
     "lazydp": through_lightning(LazyDP()),
+    "averaged": through_lightning(LazyDP(), callbacks=[AverageWeights(half_life=200)]),
     "adafest": through_lightning(AdaFEST(false_positives=300)),
     "lsg": through_lightning(AdaFEST(false_positives=300), dense=LSG(8, 0.3)),
     "dpsgd": through_lightning(DPSGD()),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from lightning_dpsparse.mechanisms.sparse_dpsgd import SparseDPSGD
     from lightning_dpsparse.plan import PrivacyPlan, Users
+    from lightning_dpsparse.plugin.averaging import AverageWeights
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
     from lightning_dpsparse.plugin.public_weights import PublicWeights
     from lightning_dpsparse.plugin.strategy import DPSparseStrategy
@@ -46,6 +47,7 @@ _HOME = {
     "SecretSharer": "lightning_dpsparse.audit.secret_sharer",
     "Selection": "lightning_dpsparse.mechanisms.selection",
     "AutomaticClipping": "lightning_dpsparse.engine.clipping",
+    "AverageWeights": "lightning_dpsparse.plugin.averaging",
     "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
     "FlatClipping": "lightning_dpsparse.engine.clipping",
@@ -73,6 +75,7 @@ __all__ = [
     "AdaFEST",
     "AdaFESTPlus",
     "AutomaticClipping",
+    "AverageWeights",
     "DPSparseStrategy",
     "DenseGaussian",
     "ExponentialSelection",

@@ -30,6 +30,13 @@ class RowGradient:
     first_row: int | None = None
     """The first row, if the rows are known to be consecutive; None if they are not."""
 
+    @property
+    def rows(self) -> Tensor | slice:
+        """The rows, as a slice if they are known to be consecutive."""
+        if self.first_row is None:
+            return self.rows_U
+        return slice(self.first_row, self.first_row + self.rows_U.numel())
+
     def __add__(self, other: RowGradient) -> RowGradient:
         rows_U, position = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)
         values_UD = self.values_UD.new_zeros(rows_U.numel(), self.values_UD.shape[1])

@@ -11,9 +11,11 @@ order in which its methods stand below:
     apply          One of these updates reaches the weights.
     pending_work   Something is about to be released: what was put off must be done first.
 
-Every method has a default, and the defaults together are a mechanism: noise on the rows that take
-part in the step, at once. `mechanisms/dpsgd.py` overrides one method, `mechanisms/lazydp/` most.
-The step that makes these calls is `step.py`; the reads come from `sharded/cut.py`.
+If weights are averaged (`averaging.py`), the average of a row is brought up to date in `apply`,
+before the row moves. Every method has a default, and the defaults together are a mechanism: noise
+on the rows that take part in the step, at once. `mechanisms/dpsgd.py` overrides one method,
+`mechanisms/lazydp/` most. The step that makes these calls is `step.py`; the reads come from
+`sharded/cut.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.engine.averaging import AverageClock, AverageOfRest, RowAverage
 from lightning_dpsparse.engine.draws import StackNoise
 from lightning_dpsparse.engine.lookups import Bags, Layout
 from lightning_dpsparse.engine.rows import RowGradient
 from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
+from lightning_dpsparse.refused import Refused
 
 if TYPE_CHECKING:
     from lightning_dpsparse.engine.mechanism import BatchReads, Mechanism, RowChoice
@@ -118,6 +122,8 @@ class TableState:
 
     def __init__(self, kernel: TableKernel, noise: StepNoise) -> None:
         self.kernel, self.noise = kernel, noise
+        self.average: RowAverage | None = None
+        """The average of the rows, once somebody has asked for one."""
         layout = kernel.layout
         self.draws = [
             StackNoise(
@@ -160,7 +166,24 @@ class TableState:
 
     def apply(self, update: list[RowGradient]) -> None:
         """Have the fused optimizer make one of the step's updates."""
+        if self.average is not None:
+            self.average.before_update([gradient.rows for gradient in update])
         self.kernel.apply(update)
+
+    def open_average(self, clock: AverageClock) -> RowAverage:
+        """Average the rows from the next tick of the clock on.
+
+        By default rows rest unless `apply` moves them. A mechanism that moves rows in another way
+        overrides this, too.
+        """
+        if type(self).apply is not TableState.apply:
+            raise Refused(
+                f"Expected a mechanism whose rows can be averaged, found {type(self).__name__}, "
+                "which moves rows in a way of its own. Leave AverageWeights out, or give it an "
+                "open_average."
+            )
+        self.average = AverageOfRest(self.kernel, clock)
+        return self.average
 
     def public_rows(self, sums: Sequence[RowGradient]) -> list[Tensor] | None:
         """The rows of each stack that the step moves, or None where they are a secret."""
@@ -244,20 +267,25 @@ def finish(states: Sequence[TableState], progress: Progress | None = None) -> No
     work = [piece for state in states for piece in state.pending_work()]
     if not work:
         return
+    with ExitStack() as writes:
+        for state in states:
+            writes.enter_context(state.kernel.writing())
+        do_in_threads(work, progress)
+    for state in states:
+        state.note_work_done()
+
+
+def do_in_threads(work: Sequence[Callable[[], None]], progress: Progress | None = None) -> None:
+    """Do pieces of work, in any order, on as many threads as torch may use."""
     threads = torch.get_num_threads()
     workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        with ExitStack() as writes:
-            for state in states:
-                writes.enter_context(state.kernel.writing())
-            done = workers.map(_without_grad, work)
-            for _, _ in zip(progress(work) if progress else work, done):
-                pass
+        done = workers.map(_without_grad, work)
+        for _, _ in zip(progress(work) if progress else work, done):
+            pass
     finally:
         workers.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)  # theirs would be every later thread's
-    for state in states:
-        state.note_work_done()
 
 
 @torch.no_grad()

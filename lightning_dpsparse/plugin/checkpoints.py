@@ -2,14 +2,16 @@
 
 A checkpoint is a directory: every rank writes its shards, and rank 0 the rest. Beside the weights
 lie their history (`history`) and, for a private run, what that run kept: its ledger, its selected
-rows and its evidence. A copy of the privacy report goes into every directory. Before anything is
-written, noise that a mechanism has put off is added. The directory appears under its name when it
-is whole and has reached the disk, and the journal remembers it then.
+rows and its evidence. Where weights are averaged, others read the average (`averaging`). A copy of
+the privacy report goes into every directory. Before anything is written, noise that a mechanism has
+put off is added. The directory appears under its name when it is whole and has reached the disk,
+and the journal remembers it then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +25,7 @@ from typing_extensions import override
 
 from lightning_dpsparse.durable import drafts
 from lightning_dpsparse.plugin import lineage, refusals, resuming
+from lightning_dpsparse.plugin.averaging import STATE_KEY, Averaging
 from lightning_dpsparse.plugin.folders import (
     CAN_GO_ON_KEY,
     LAUNCH_KEY,
@@ -71,6 +74,8 @@ class ShardedCheckpoints(RanksTogether):
     """Whether the run goes on from the newest checkpoint that it finds."""
     trust_checkpoints: bool
     """Whether checkpoints may be read as pickles."""
+    averaging: Averaging
+    """What is averaged of the weights."""
     _has_told_of_objects = False
     _weights: frozenset[str] = frozenset()
     """Names of what the module's state dict held when it was last asked."""
@@ -118,6 +123,16 @@ class ShardedCheckpoints(RanksTogether):
                 resuming.choose_checkpoint, trainer, self._run, is_auto=self.resume == "auto"
             )
             choose_what_is_restored(trainer, choose)
+
+    # ---- averages -------------------------------------------------------------------------------
+
+    def _show_average(self, is_shown: bool) -> None:
+        """During `fit`, let the module hold the average of its weights, or the weights."""
+        if self.module.trainer.state.fn != TrainerFn.FITTING or self.averaging.model is None:
+            return
+        perimeter = None if self._run is None else self._run.perimeter
+        with nullcontext() if perimeter is None else perimeter.guard.writing():
+            self.averaging.show(average=is_shown)
 
     # ---- files ----------------------------------------------------------------------------------
 
@@ -178,7 +193,9 @@ class ShardedCheckpoints(RanksTogether):
             ledger = run.budget.ledger
             return {**about, "run": ledger.run, "steps_charged": ledger.steps}
 
-        objects = sharded_checkpoint.save(path, self.module, meta.pop("state_dict"), meta, finish)
+        model, weights, about_average = self.averaging.split(meta.pop("state_dict"))
+        meta |= about_average
+        objects = sharded_checkpoint.save(path, self.module, model, meta, finish, weights)
         if objects and not self._has_told_of_objects:
             self._has_told_of_objects = True
             rank_zero_warn(
@@ -196,13 +213,16 @@ class ShardedCheckpoints(RanksTogether):
     ) -> dict[str, Any]:
         path = local_path(self.broadcast(str(checkpoint_path)), "the path of a checkpoint")
         is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
+        self.averaging.forget()
         checkpoint = sharded_checkpoint.load(
             path,
             self.module,
             strict=self.module.strict_loading,
             with_optimizer=is_fitting,
             trust=self.trust_checkpoints,
+            note_average=lambda: self.averaging.note_average(self.module),
         )
+        self.averaging.restore(checkpoint.get(STATE_KEY))
         checkpoint.setdefault("pytorch-lightning_version", lightning.pytorch.__version__)
         self._carried = checkpoint.get(CHECKPOINT_KEY)
         keep_history(self.module, history_in(checkpoint))

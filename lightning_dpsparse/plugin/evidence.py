@@ -45,6 +45,8 @@ class Evidence:
         self._first_step = 0
         self.rounding_price = 0.0
         """The part of the clip norm that the step keeps for rounding."""
+        self.averaged: str | None = None
+        """Over what the weights are averaged; None if they are not."""
         self._facts: tuple[Any, dict[str, Any]] | None = None
 
     # ---- before training ------------------------------------------------------------------------
@@ -132,6 +134,7 @@ class Evidence:
                 faults=self._faults,
                 history=history_as_data(self.history(budget.ledger)),
                 rounding_price=self.rounding_price,
+                averaged=self.averaged,
             )
             self._facts = now, made
         return self._facts[1]

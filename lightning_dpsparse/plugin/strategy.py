@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_dpsparse.budget import WRITE_AHEAD
 from lightning_dpsparse.checks import check_choice, check_flag, check_whole
 from lightning_dpsparse.plan import PrivacyPlan
+from lightning_dpsparse.plugin.averaging import Averaging
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.history import keep_history
 from lightning_dpsparse.plugin.plain_training import PlainTraining
@@ -100,6 +101,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         check_flag("trust_checkpoints", trust_checkpoints)
         self.max_physical_batch, self.resume = max_physical_batch, resume
         self.write_ahead, self.trust_checkpoints = write_ahead, trust_checkpoints
+        self.averaging = Averaging()
 
     def amend_plan(self, **changes: Any) -> None:
         """Change settings of the plan for the runs to come, as an audit does that adds examples.
@@ -118,6 +120,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         plan, ahead = self.privacy, self.write_ahead
         self._run = None if plan is None else PrivateRun(plan, trainer, ahead)
         self._plain = self._training = None
+        self.averaging.begin(self.module)
         super().setup_optimizers(trainer)
 
     @override
@@ -131,15 +134,20 @@ class DPSparseStrategy(ShardedCheckpoints):
     @override
     def on_train_start(self) -> None:
         begin_next_epoch(self.module.trainer)
+        remaining = None
         if self._run is None:
             self._plain = PlainTraining(self.module)
-            return
-        self._run.start(self.module)
-        self._run.ledger.end_if_spent(self.module.trainer.global_step)
-        move = super().batch_to_device
-        self._training = PrivateTraining(
-            self._run, self.module, self, move, self.max_physical_batch
-        )
+        else:
+            self._run.start(self.module)
+            self._run.ledger.end_if_spent(self.module.trainer.global_step)
+            if self.averaging.settings is not None:
+                self._run.evidence.averaged = self.averaging.settings.describe()
+            remaining = self._run.budget.remaining
+            move = super().batch_to_device
+            self._training = PrivateTraining(
+                self._run, self.module, self, move, self.max_physical_batch
+            )
+        self.averaging.start(self.module, remaining)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -183,6 +191,7 @@ class DPSparseStrategy(ShardedCheckpoints):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._show_average(True)
         if self._training is not None:
             self._training.before_validation()
 
@@ -191,6 +200,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         super().on_validation_end()
         if self._training is not None:
             self._training.after_validation()
+        self._show_average(False)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -198,37 +208,44 @@ class DPSparseStrategy(ShardedCheckpoints):
     def on_train_end(self) -> None:
         if self._run is None:
             keep_history(self.module, self._current_history())
-            return
-        assert self._training is not None
-        self._training.pay_all()
-        self._run.settle()
-        trainer = self.module.trainer
-        saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
-        if self._run.ledger.ended_early and trainer.global_step not in saved:
-            assert self._run.folder is not None
-            path = self._run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
-            rank_zero_info(f"The last model within the budget is in {path}.")
+        else:
+            assert self._training is not None
+            self._training.pay_all()
+            self._run.settle()
+            _save_if_ended_early(self._run, self.module.trainer)
+        self._show_average(True)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._plain is not None:
             keep_history(self.module, self._current_history())
-        if self._run is None:
-            return
-        self._run.settle()
+        if self._run is not None:
+            self._run.settle()
         try:
             if self._training is not None:
                 self._training.pay_all()
+            self.averaging.show(average=True)  # unchecked: what went wrong must be heard, not this
         except BaseException:  # the tables remember, and pay before they are used again
             self._training = None
-            self._run.close()
+            if self._run is not None:
+                self._run.close()
             raise
 
     @override
     def teardown(self) -> None:
         self._training = None
+        self.averaging.close()
         if self._run is not None:
             self._run.close()
         super().teardown()
+
+
+def _save_if_ended_early(run: PrivateRun, trainer: Trainer) -> None:
+    """Save the last model within the budget, if no checkpoint has it."""
+    saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
+    if run.ledger.ended_early and trainer.global_step not in saved:
+        assert run.folder is not None
+        path = run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"The last model within the budget is in {path}.")

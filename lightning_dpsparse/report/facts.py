@@ -54,10 +54,12 @@ def make_facts(
     faults: Sequence[str] = (),
     history: Sequence[dict[str, Any]] = (),
     rounding_price: float = 0.0,
+    averaged: str | None = None,
 ) -> dict[str, Any]:
     """Everything about a run that can be released. Holds no value of any example.
 
-    `faults` are reasons why the weights are not private whatever this run did.
+    `averaged` says over what the weights are averaged; None if they are not. `faults` are reasons
+    why the weights are not private whatever this run did.
     """
     deltas = sorted({run.delta, *(10.0**-k for k in range(5, 11))}, reverse=True)
     epsilons = ledger.epsilons(deltas)
@@ -81,7 +83,11 @@ def make_facts(
         "target": None
         if run.plan.epsilon is None
         else {"epsilon": run.plan.epsilon, "delta": run.delta},
-        "ran": {**_ran(run, ledger, ranks), "rounding_price": rounding_price},
+        "ran": {
+            **_ran(run, ledger, ranks),
+            "rounding_price": rounding_price,
+            **({} if averaged is None else {"averaged": averaged}),
+        },
         "ledger": [
             {"event": _said(e), "steps": e.steps, "partition": e.partition} for e in ledger.entries
         ],

@@ -27,6 +27,7 @@ _LABELS = {
     "steps": "Steps taken",
     "ranks": "Ranks (processes)",
     "rounding_price": "Part of C kept back for rounding",
+    "averaged": "Weights are averaged (post-processing) over",
 }
 
 # What to report (Ponomareva et al. 2023, section 5.3), and the sections that answer it.

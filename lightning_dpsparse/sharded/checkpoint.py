@@ -8,7 +8,9 @@
 | `manifest.json` | size and digest of every file (`checkpoint_files`) |
 
 Under "model" lies the module's state dict with whole tables as global tensors, so that a checkpoint
-of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer state.
+of N ranks loads on M ranks. Under "fused_optimizer" lies the tables' optimizer state. If weights
+are averaged, "model" is the average, which everybody reads who evaluates or exports the model, and
+under "current_model_state" (Lightning's name) lie the weights that training goes on from.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from lightning_dpsparse.sharded.whole_files import HISTORY_KEY, read_whole, weig
 
 META_FILE = "meta.pt"  # Lightning's name for it: its consolidation tool looks for this file
 OBJECTS_FILE = "objects.pt"
+_WEIGHTS = "current_model_state"
 _KERNEL_STEPS = "dpsparse_kernel_steps"
 _INDEX = "dpsparse_shard_index"
 _OBJECTS = "dpsparse_objects"
@@ -77,11 +80,13 @@ def save(
     model_state: dict[str, Any],
     meta: dict[str, Any],
     finish: Callable[[Path], Mapping[str, Any]],
+    weights: dict[str, Any] | None = None,
 ) -> dict[str, str]:
     """Write a checkpoint directory. Every rank calls this; rank 0 writes what is not sharded.
 
     `finish` is called by rank 0 with the folder before it gets its name: it may add files that are
-    not checked when the checkpoint is loaded, and returns what the manifest should say.
+    not checked when the checkpoint is loaded, and returns what the manifest should say. `weights`
+    is what training goes on from, if `model_state` is an average.
 
     Guarantees: whatever happens on the way, `path` is what it was before, or the new checkpoint as
     a whole, and in that case it has reached the disk.
@@ -91,6 +96,8 @@ def save(
     state = {"model": model_state}
     if "optimizer_states" in meta:  # absent when the user asked for weights only
         state["fused_optimizer"] = combined_fused_optimizer(module).state_dict()["state"]
+        if weights is not None:
+            state[_WEIGHTS] = weights
     plain, objects = part_objects({**meta, _KERNEL_STEPS: kernel_steps(module)})
     plain[_OBJECTS] = type_names(objects)
 
@@ -143,6 +150,10 @@ def _reason(error: BaseException) -> str:
 # ---- reading ------------------------------------------------------------------------------------
 
 
+def _is_for_training(name: str) -> bool:
+    return name.startswith(f"{_WEIGHTS}.")
+
+
 @dataclass(frozen=True)
 class _Source:
     """A checkpoint directory that is whole, opened for reading."""
@@ -161,9 +172,9 @@ class _Source:
             dcp.load(state, storage_reader=self.reader, planner=planner)
 
     def load_whole(self) -> dict[str, Any]:
-        """All that the checkpoint holds, with whole tables, in this process's memory."""
+        """All that the checkpoint holds for others than us, with whole tables, in memory."""
         state: dict[str, Any] = {}
-        planner = PlainWholePlanner()
+        planner = PlainWholePlanner({name for name in self.stored if not _is_for_training(name)})
         with self._reading():
             _load_state_dict(state, storage_reader=self.reader, planner=planner, no_dist=True)
         return state
@@ -239,25 +250,42 @@ def _leave_out(path: Path, objects: Mapping[str, str], *, has_module: bool) -> N
 
 
 def load(
-    path: Path, module: nn.Module, *, strict: bool, with_optimizer: bool, trust: bool
+    path: Path,
+    module: nn.Module,
+    *,
+    strict: bool,
+    with_optimizer: bool,
+    trust: bool,
+    note_average: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Read a checkpoint directory into `module`'s shards; return all else that it holds.
+
+    If the checkpoint holds an average, and training goes on (`with_optimizer`), `note_average` is
+    called while the module has the average. Then the module gets the weights beside it.
 
     A consolidated file is read too, for evaluation: it carries the weights alone.
     """
     if path.is_file() and not with_optimizer:
         return _load_file(path, module, strict=strict, trust=trust)
     source = _open(path, trust=trust, together=True)
-    model_state = module.state_dict()
-    _check_model(source.stored, model_state, strict=strict)
-    wanted = {key: value for key, value in model_state.items() if f"model.{key}" in source.stored}
-    source.load({"model": wanted})
-    _load_into(module, wanted, strict=strict)
+    _load_model(source, "model", module, strict=strict)
+    if with_optimizer and any(_is_for_training(name) for name in source.stored):
+        note_average()
+        _load_model(source, _WEIGHTS, module, strict=strict)
     steps = source.meta.pop(_KERNEL_STEPS)
     if with_optimizer:
         _load_fused_optimizer(source, module)
         set_kernel_steps(module, steps)
     return source.meta
+
+
+def _load_model(source: _Source, name: str, module: nn.Module, *, strict: bool) -> None:
+    """Load the weights under this name."""
+    state = module.state_dict()
+    _check_model(source.stored, name, state, strict=strict)
+    wanted = {key: value for key, value in state.items() if f"{name}.{key}" in source.stored}
+    source.load({name: wanted})
+    _load_into(module, wanted, strict=strict)
 
 
 def consolidate(path: Path, *, trust: bool = False) -> dict[str, Any]:
@@ -322,16 +350,18 @@ def _load_into(module: nn.Module, state: dict[str, Any], *, strict: bool) -> lis
     return missing
 
 
-def _check_model(stored: Mapping[str, Any], model_state: dict[str, Any], *, strict: bool) -> None:
+def _check_model(
+    stored: Mapping[str, Any], name: str, model_state: dict[str, Any], *, strict: bool
+) -> None:
     """Refuse a checkpoint that does not fit the model, with an error that names what differs."""
-    missing = [key for key in model_state if f"model.{key}" not in stored]
+    missing = [key for key in model_state if f"{name}.{key}" not in stored]
     if missing and strict:
         raise Refused(
             f"Expected the checkpoint to hold {missing}, found none of that. Load it into the "
             "model it was saved from, or set strict_loading=False on the module."
         )
     for key, value in model_state.items():
-        entry = stored.get(f"model.{key}")
+        entry = stored.get(f"{name}.{key}")
         if not isinstance(entry, TensorStorageMetadata):
             continue
         if tuple(entry.size) != tuple(value.size()):

@@ -3,7 +3,8 @@
 In private training each kernel's output is replaced by a detached leaf. The backward pass stops
 there and leaves the gradient on the rank that owns the rows, for the examples of all ranks. Before
 and after every read the mechanism's state is called (engine/state.py): that is where deferred noise
-is paid, for instance. Nothing else happens here.
+is paid, for instance. Without a plan, averages of rows are told before the rows move. Nothing else
+happens here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_dpsparse.engine.averaging import RowAverage
 from lightning_dpsparse.engine.lookups import Bags
 from lightning_dpsparse.engine.state import Reading, TableState, finish
 from lightning_dpsparse.refused import Refused
@@ -56,6 +58,8 @@ class PrivateLookup(nn.Module):
         """Number of examples of this rank in a private read, without padding."""
         self.states: dict[Kernel, TableState] = {}
         """What the mechanism keeps for each kernel, from the first private run on."""
+        self.averages: dict[Kernel, RowAverage] = {}
+        """The averages of each kernel's rows, in training without a plan."""
         self.path = upstream.path_of(self)
         """Path of the collection in its module."""
         upstream.check_collection(self, is_pooled=is_pooled(self))
@@ -165,7 +169,7 @@ class _Cut:
         collection, reading = self._collection, self._collection.reading_now
         self._steps = self._kernel.steps
         state = collection.states.get(self._kernel)
-        if state is None:
+        if state is None and self._kernel not in collection.averages:
             return
         features = args[0]
         self._bags = Bags(
@@ -174,6 +178,8 @@ class _Cut:
             features.offsets().long(),
             features.weights_or_none() if collection.is_weighted else None,
         )
+        if state is None:
+            return
         state.before_read(self._bags, reading)
         if reading is Reading.IDS:
             nothing = self._bags.offsets.new_zeros(0, dtype=torch.float32)
@@ -188,6 +194,10 @@ class _Cut:
         reading, bags, self._bags = collection.reading_now, self._bags, None
         self._correct_count(reading)
         if not reading.is_private:
+            if bags is not None and output.requires_grad and kernel in collection.averages:
+                # FBGEMM moves the rows in the backward pass, right after this hook of the output.
+                average = collection.averages[kernel]
+                output.register_hook(lambda _: average.before_update(bags.rows_of_stacks()))
             return output.detach() if collection.is_guarded else None
         if any(read.kernel is kernel for read in collection.reads):
             raise Refused(

@@ -135,7 +135,11 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 class PlainWholePlanner(_EmptyStateDictLoadPlanner):
-    """The same for all that a checkpoint holds, whatever the model is."""
+    """The same for everything under some names, whatever the model is."""
+
+    @override
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        return self.keys is None or key in self.keys
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

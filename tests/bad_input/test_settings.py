@@ -15,6 +15,7 @@ from lightning_dpsparse import (
     AdaFEST,
     AdaFESTPlus,
     AutomaticClipping,
+    AverageWeights,
     DPSparseStrategy,
     ExponentialSelection,
     FlatClipping,
@@ -164,6 +165,10 @@ TRAINING = [
     *rows(DPSparseStrategy, {}, "resume", but(NOT_CHOICES, None), "resume 'auto'"),
     *rows(DPSparseStrategy, {}, "trust_checkpoints", NOT_FLAGS, "trust_checkpoints"),
     *rows(DPSparseStrategy, {}, "start_method", (*NOT_CHOICES, None), "start_method 'popen'"),
+    *rows(AverageWeights, {}, "fraction", (*but(NOT_POSITIVE, None), 1.5), "fraction"),
+    *rows(AverageWeights, {}, "half_life", (*but(NOT_POSITIVE, None), 0.9), "half_life"),
+    *rows(AverageWeights, {}, "half_life", (None,), "found none. Set exactly one"),
+    *rows(AverageWeights, {"fraction": 0.5}, "half_life", (3.0,), "found both. Set exactly one"),
     *rows(SecretSharer, {}, "repeats", (*NOT_SIZES, [], None), "repeats"),
     *rows(SecretSharer, {}, "repeats", ([10**9],), "copies of canaries"),
     *rows(SecretSharer, {}, "canaries_per_repeat", NOT_COUNTS, "canaries_per_repeat"),
@@ -199,6 +204,8 @@ LEGAL: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (TablePlacement, {"kind": "column_wise", "ranks": [1, 1]}),
     (Placement, {"tables": {"a": "row_wise", "b": TablePlacement()}}),
     (RGP, {"rank": 2, "layers": "net.*", "exclude": []}),
+    (AverageWeights, {"fraction": 1}),
+    (AverageWeights, {"half_life": 1}),
     (DPSparseStrategy, {"process_group_backend": "cpu:gloo,cuda:nccl", "timeout": None}),
 ]
 

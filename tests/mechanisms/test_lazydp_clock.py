@@ -74,7 +74,8 @@ def test_strong_decay_never_leaves_the_range_of_numbers() -> None:
 def test_the_steps_of_a_row_add_up_to_what_it_owes() -> None:
     clock = ticking([(0.5 + 0.1 * t, 0.3 / (1 + t), 0.4) for t in range(12)])
     since = torch.tensor([0, 12, 3, 11], dtype=torch.int32)
-    position, step, coefficient = clock.steps_since(since)
+    owed = clock.steps_since(since)
+    position, step, coefficient = owed.position_K, owed.step_K, owed.coefficient_K
     assert position.bincount(minlength=4).tolist() == [12, 0, 9, 1]
     assert step[position == 2].tolist() == list(range(103, 112))
     total = torch.zeros(4, dtype=torch.float64).index_add_(0, position, coefficient**2)

@@ -13,7 +13,8 @@ was not. (The paper also defers the noise of rows that were read. Their gradient
 float32 before its noise arrives, and low bits of a weight tell how many examples there were.)
 
 Read next: `clock.py`, how much a row owes; `weight_grid.py`, where payments land; `debts.py`, the
-rows of one stack of tables; `state.py`, a batch on one kernel, step by step.
+rows of one stack of tables; `state.py`, a batch on one kernel, step by step. For the average of
+weights: `gap_maps.py` and `averages.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class LazyDP(Mechanism):
     def check_weight_copies(self, copier: str) -> None:
         raise Refused(
             f"Expected no weight averaging with {type(self).__name__}, found {copier}: it would "
-            "average rows that still owe noise. Average checkpoints instead, or use DPSGD."
+            "average rows that still owe noise. Use lightning_dpsparse.AverageWeights, which has "
+            "them pay."
         )
 
     def open_table(self, kernel: TableKernel, noise: StepNoise) -> LazyTables:

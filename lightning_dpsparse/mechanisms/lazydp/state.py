@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_dpsparse.engine.averaging import AverageClock, RowAverage
 from lightning_dpsparse.engine.lookups import Bags
-from lightning_dpsparse.engine.rows import RowGradient, add_to_bags, add_to_rows
+from lightning_dpsparse.engine.rows import RowGradient, add_to_bags
 from lightning_dpsparse.engine.state import (
     Reading,
     StepNoise,
@@ -23,6 +24,7 @@ from lightning_dpsparse.engine.state import (
     TableState,
     finish,
 )
+from lightning_dpsparse.mechanisms.lazydp.averages import LazyAverage
 from lightning_dpsparse.mechanisms.lazydp.clock import Clock
 from lightning_dpsparse.mechanisms.lazydp.debts import Bill, Debts
 from lightning_dpsparse.mechanisms.lazydp.weight_grid import (
@@ -31,7 +33,6 @@ from lightning_dpsparse.mechanisms.lazydp.weight_grid import (
     largest_of,
     payment_grid,
 )
-from lightning_dpsparse.noise.grid import grid_of, round_to_
 
 # B examples, E width of a kernel, U rows, D width of a table
 
@@ -47,16 +48,21 @@ class LazyTables(TableState):
         self, kernel: TableKernel, noise: StepNoise, *, aggregate: bool, chunk_rows: int
     ) -> None:
         super().__init__(kernel, noise)
-        self._clock = Clock(kernel.device)
+        self.clock = Clock(kernel.device)
         self._weights = kernel.weights()
         grid = payment_grid(self._weights, noise.stddev * kernel.learning_rate)
         self.debts = [
-            Debts(weight, draws, self._clock, aggregate=aggregate, chunk_rows=chunk_rows)
+            Debts(weight, draws, self.clock, aggregate=aggregate, chunk_rows=chunk_rows)
             for weight, draws in zip(self._weights, self.draws)
         ]
         self._put_on(grid)
         self._bills: list[Bill] = []
         self._all_paid_through = 0
+
+    def open_average(self, clock: AverageClock) -> RowAverage:
+        self.clock.follow_averages()
+        self.average = LazyAverage(self)
+        return self.average
 
     def _put_on(self, grid: float | None) -> None:
         self.grid = grid
@@ -67,7 +73,7 @@ class LazyTables(TableState):
     @property
     def _is_paid(self) -> bool:
         """Whether it is certain that no row owes noise."""
-        return self._all_paid_through == self._clock.now
+        return self._all_paid_through == self.clock.now
 
     # ---- a batch is read ------------------------------------------------------------------------
 
@@ -110,41 +116,26 @@ class LazyTables(TableState):
         in rounding, the step leaves the tables alone: nothing is applied, and nothing is owed.
         """
         kernel, stddev = self.kernel, self.noise.stddev
-        if self._clock.now >= _LONGEST:
+        if isinstance(self.average, LazyAverage):
+            self.average.go_on()
+        if self.clock.now >= _LONGEST:
             finish([self])
         if not is_felt(stddev * kernel.learning_rate, self.grid):
             self._pay_bills()
             return
-        self._clock.tick(step, stddev, kernel.learning_rate, kernel.weight_decay)
+        self.clock.tick(step, stddev, kernel.learning_rate, kernel.weight_decay)
         yield from super().updates(sums, step)
 
     @torch.no_grad()
     def apply(self, update: list[RowGradient]) -> None:
         """Make an SGD step on the grid, w <- (1 - lr decay) w - lr g~, and pay the open bills."""
+        rate = self.kernel.learning_rate
+        keep = 1.0 - rate * self.kernel.weight_decay
         for i, (debts, gradient) in enumerate(zip(self.debts, update)):
             if gradient.rows_U.numel():
-                owed_UD = self._bills[i].noise_UD if self._bills else None
-                self._descend(debts, self._weights[i], gradient, owed_UD)
-            debts.note(gradient.rows_U, self._clock.now)
+                bill = self._bills[i] if self._bills else None
+                debts.descend(gradient, rate, keep, self.noise.stddev, bill)
         self._bills = []
-
-    def _descend(
-        self, debts: Debts, weight_RD: Tensor, gradient: RowGradient, owed_UD: Tensor | None
-    ) -> None:
-        rate, stddev = self.kernel.learning_rate, self.noise.stddev
-        keep = 1.0 - rate * self.kernel.weight_decay
-        spacing = grid_of(stddev) if stddev else 0.0
-        step_UD = debts.land(gradient.rows_U, gradient.values_UD, spacing, -rate)
-        if keep != 1.0:
-            assert owed_UD is None  # rows that decay pay before they are read
-            new_UD = step_UD.add_(weight_RD.index_select(0, gradient.rows_U), alpha=keep)
-            if self.grid is not None:
-                round_to_(new_UD, self.grid)
-            weight_RD.index_copy_(0, gradient.rows_U, new_UD)
-            return
-        if owed_UD is not None:
-            step_UD += owed_UD
-        add_to_rows(weight_RD, gradient.rows_U, step_UD)
 
     # ---- the tables are about to be seen --------------------------------------------------------
 
@@ -161,12 +152,12 @@ class LazyTables(TableState):
 
         Weights that have outgrown their grid get a coarser one, now that they may be seen.
         """
-        self._all_paid_through = self._clock.now
-        if self._clock.now >= _LONG:
+        self._all_paid_through = self.clock.now
+        if self.clock.now >= _LONG:
             # Rows first: stopped in between, they would owe more than they do, and not less.
             for debts in self.debts:
                 debts.start_anew()
-            self._clock.start_anew()
+            self.clock.start_anew()
             self._all_paid_through = 0
         if self.grid is None:
             return
