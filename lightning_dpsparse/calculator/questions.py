@@ -17,6 +17,7 @@ from lightning_dpsparse.command_line import in_one_line
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
+from lightning_dpsparse.mechanisms.logit_calibration import LogitCalibration
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
@@ -47,6 +48,8 @@ class Question:
     """The users that are protected; None protects examples."""
     max_batch: int | None
     num_days: int
+    calibration: LogitCalibration | None = None
+    """The query after the last step; None makes none."""
 
     @property
     def largest_batch(self) -> int:
@@ -70,6 +73,7 @@ class Question:
             sampling=self.sampling,
             by_day=self.num_days > 1,
             max_batch_size=self.max_batch,
+            calibration=self.calibration,
         )
         in_order = self.sampling == "fixed_order"
         return resolve(
@@ -129,6 +133,9 @@ def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Quest
         else Users(max_examples=per_user, drawn=options.draw, in_one_day=options.days > 1),
         options.max_batch,
         options.days,
+        None
+        if options.calibration is None
+        else LogitCalibration(noise_multiplier=options.calibration or None),
     )
 
 

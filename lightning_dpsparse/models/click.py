@@ -6,19 +6,20 @@ A batch has counts and bags of ids (`data/batch.py`). A model turns it into one 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typing_extensions import override
 
-from lightning_dpsparse.checks import check_whole, check_whole_list
+from lightning_dpsparse.checks import check_number, check_whole, check_whole_list
 from lightning_dpsparse.models.base import RecommenderModule, default_optimizer
 from lightning_dpsparse.models.metrics import click_metrics
 from lightning_dpsparse.refused import Refused
@@ -37,6 +38,8 @@ class ClickModule(RecommenderModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with. It must not be read off
+            the training data. None begins as torch does.
     """
 
     def __init__(
@@ -44,8 +47,36 @@ class ClickModule(RecommenderModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
     ) -> None:
         super().__init__(click_metrics, optimizer, lr_scheduler, log_train_loss)
+        if base_rate is not None:
+            remedy = "Set a public share of clicks, or leave it out."
+            check_number("base_rate", base_rate, above=0, below=1, most=None, remedy=remedy)
+        self.base_rate = base_rate
+
+    @property
+    def calibrated_layer(self) -> str:
+        """Path of the layer that makes the logit. A calibration puts its slope and bias there."""
+        raise NotImplementedError
+
+    @property
+    def declared_public(self) -> tuple[str, ...]:
+        """What the report lists as taken to be public."""
+        if self.base_rate is None:
+            return ()
+        return (f"The base rate {self.base_rate:g} that the last bias began with.",)
+
+    def _begin_with_base_rate(self) -> None:
+        """Have the last bias begin with the log odds of the base rate."""
+        if self.base_rate is not None:
+            bias = self.get_submodule(self.calibrated_layer).bias
+            assert isinstance(bias, Tensor)
+            nn.init.constant_(bias, math.log(self.base_rate) - math.log1p(-self.base_rate))
+
+    def logits_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The logit and the label of every example, by which a model is calibrated."""
+        return self(batch), batch.labels
 
     @override
     def example_losses(self, batch: Batch) -> Tensor:

@@ -38,6 +38,7 @@ class DLRMModule(ClickModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class DLRMModule(ClickModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, log_train_loss)
+        super().__init__(optimizer, lr_scheduler, log_train_loss, base_rate)
         check_num_rows(num_rows)
         check_sizes(embedding_dim=embedding_dim, num_counts=num_counts)
         check_arch("dense_arch", dense_arch, least=1)
@@ -69,6 +71,12 @@ class DLRMModule(ClickModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = self._build()
+            self._begin_with_base_rate()
+
+    @property
+    @override
+    def calibrated_layer(self) -> str:
+        return "net.over_arch.model.1"
 
     def _build(self) -> nn.Module:
         return DLRM(
@@ -102,6 +110,7 @@ class DLRMDCNModule(DLRMModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
     """
 
     def __init__(
@@ -116,6 +125,7 @@ class DLRMDCNModule(DLRMModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
     ) -> None:
         super().__init__(
             num_rows,
@@ -126,6 +136,7 @@ class DLRMDCNModule(DLRMModule):
             optimizer,
             lr_scheduler,
             log_train_loss,
+            base_rate,
         )
         check_sizes(cross_layers=cross_layers, cross_rank=cross_rank)
         self.cross_layers, self.cross_rank = cross_layers, cross_rank

@@ -51,6 +51,7 @@ class PCTRModule(ClickModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class PCTRModule(ClickModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, log_train_loss)
+        super().__init__(optimizer, lr_scheduler, log_train_loss, base_rate)
         check_num_rows(num_rows)
         check_arch("hidden", hidden)
         check_whole("num_counts", num_counts, 0)
@@ -81,6 +83,12 @@ class PCTRModule(ClickModule):
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         self.mlp = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+        self._begin_with_base_rate()
+
+    @property
+    @override
+    def calibrated_layer(self) -> str:
+        return f"mlp.{2 * len(self.hidden)}"
 
     @override
     def forward(self, batch: Batch) -> Tensor:

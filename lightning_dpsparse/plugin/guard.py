@@ -59,7 +59,7 @@ class Guard:
         """Identities of the optimizers' parameters when they were last checked."""
         self.note_tables()
         self._undo = [
-            _allow(callback, self._writing)
+            _allow(callback, self.writing)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
         ]
@@ -153,11 +153,11 @@ class Guard:
         self.check("in validation")
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """What is written inside is made of released weights alone."""
-        self.check("before weights were averaged")
+    def writing(self, when: str = "before weights were averaged") -> Iterator[None]:
+        """What is written inside is made of released values alone; `when` it is, for messages."""
+        self.check(when)
         yield
-        self.note()
+        self.follow()
 
 
 def _allow(

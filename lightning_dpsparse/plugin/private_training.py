@@ -4,7 +4,8 @@ The strategy hands Lightning's hooks over to a `PrivateTraining` once a run has 
 charged before anything of its batch reaches the model. The forward pass runs inside the engine's
 capture, in parts if the batch is too large for the device. The backward pass clips, adds noise and
 updates the tables. The optimizer then updates the dense layers, by released gradients alone. The
-perimeter (`perimeter`) checks in between that nothing else happened.
+perimeter (`perimeter`) checks in between that nothing else happened. After the last step the model
+is calibrated, if the plan says so (`run_calibration`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.probe.repeatable import as_if_never_run
+from lightning_dpsparse.plugin.trainer_internals import is_last_step
 from lightning_dpsparse.sharded.split_batch import split_batch
 from lightning_dpsparse.sharded.whole_batch import Parts
 
@@ -52,6 +54,16 @@ class PrivateTraining:
         self._run, self._stepper, self._perimeter = run, run.stepper, run.perimeter
         self._module, self._strategy, self._move = module, strategy, move
         self._max_physical_batch = max_physical_batch
+        run.calibration.open(
+            module,
+            strategy,
+            run.budget,
+            run.data.sampled,
+            run.perimeter.guard,
+            self._moved,
+            self.pay_all,
+            max_physical_batch,
+        )
         self._shown: tuple[float, int] | None = None
 
     # ---- the forward pass -----------------------------------------------------------------------
@@ -132,6 +144,8 @@ class PrivateTraining:
         self._perimeter.guard.note()
         # Lightning counts this step later.
         self._run.ledger.end_if_spent(self._module.trainer.global_step + 1)
+        if is_last_step(self._module.trainer):  # before validation and checkpoints see the model
+            self._run.calibration.finish()
         return output
 
     # ---- whatever reads the weights -------------------------------------------------------------

@@ -30,6 +30,7 @@ from lightning_dpsparse.plugin.history import keep_history
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
+from lightning_dpsparse.plugin.trainer_internals import before_training_ends
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.placement import Placement
@@ -138,6 +139,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         self._training = PrivateTraining(
             self._run, self.module, self, move, self.max_physical_batch
         )
+        before_training_ends(self.module.trainer, self._run.calibration.finish_late)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -202,8 +204,12 @@ class DPSparseStrategy(ShardedCheckpoints):
         self._run.settle()
         trainer = self.module.trainer
         saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
-        if self._run.ledger.ended_early and trainer.global_step not in saved:
-            assert self._run.folder is not None
+        assert self._run.folder is not None
+        if self._run.calibration.is_late and trainer.checkpoint_callbacks:
+            path = self._run.folder / f"calibrated-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            rank_zero_info(f"The calibrated model is in {path}.")
+        elif self._run.ledger.ended_early and trainer.global_step not in saved:
             path = self._run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
             trainer.save_checkpoint(path)
             rank_zero_info(f"The last model within the budget is in {path}.")
