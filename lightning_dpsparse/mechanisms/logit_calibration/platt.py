@@ -5,9 +5,10 @@ logit c, n of them clicks, the likelihood is largest where
 
     sum (n - w p) = 0   and   sum c (n - w p) = 0.
 
-Both sums are linear in the counts, so that noise of mean zero leaves them right on average. They
-fall with bias and slope as long as no w is negative. So bins that noise alone may have filled are
-left out, and the roots are found by halving intervals, which cannot fail. All of this is
+Both sums are linear in the counts, so that noise of mean zero leaves them right on average. (To
+leave out single bins that look like noise would not: those that stay have too much of it.) Only the
+outer bins are left out, from both ends up to where counts begin to stand out. The sums fall with
+bias and slope, and their roots are found by halving intervals, which cannot fail. All of this is
 post-processing of counts that were released.
 """
 
@@ -29,7 +30,7 @@ SLOPES = (0.25, 4.0)
 BIASES = (-10.0, 10.0)
 """Least and largest bias."""
 _CLEAR = 3.0
-"""Standard deviations by which a bin must stand out of its noise to be used."""
+"""Standard deviations by which outer bins, added up, must stand out of their noise to be used."""
 _LARGEST_ERROR = 0.1
 """Largest standard error of a slope, or of a slice's bias, that is used."""
 _LARGEST_ERROR_OF_BIAS = 0.25
@@ -73,7 +74,7 @@ def fit_line(
 
 @dataclass(frozen=True)
 class _Bins:
-    """Bins that stand out of their noise: their logits, examples and clicks."""
+    """The bins between which examples stand out of their noise: logits, examples and clicks."""
 
     logit_K: Floats
     examples_K: Floats
@@ -84,7 +85,7 @@ class _Bins:
     @classmethod
     def of(cls, noisy_LK: Floats, logit_K: Floats, stddev: float) -> _Bins:
         examples_K = noisy_LK.sum(0)
-        used = examples_K > _CLEAR * math.sqrt(2.0) * stddev
+        used = slice(_outer(examples_K, stddev), len(examples_K) - _outer(examples_K[::-1], stddev))
         return cls(logit_K[used], examples_K[used], noisy_LK[1][used], stddev)
 
     def best_bias(self, slope: float, most_error: float = _LARGEST_ERROR_OF_BIAS) -> float | None:
@@ -124,7 +125,7 @@ class _Bins:
     def _errors(self, slope: float, bias: float, inputs_PK: Floats) -> Floats:
         """Standard errors of what multiplies each input: of the data itself, and of its noise."""
         p_K = self._chance_K(slope, bias)
-        variance_K = self.examples_K * p_K * (1.0 - p_K)
+        variance_K = self.examples_K.clip(0.0) * p_K * (1.0 - p_K)
         noise_K = self.stddev**2 * ((1.0 - p_K) ** 2 + p_K**2)
         information = (inputs_PK * variance_K) @ inputs_PK.T
         score = (inputs_PK * (variance_K + noise_K)) @ inputs_PK.T
@@ -134,6 +135,13 @@ class _Bins:
             return np.full(len(inputs_PK), np.inf)
         errors: Floats = np.sqrt(np.abs(np.diag(inverse @ score @ inverse)))
         return np.where(np.isfinite(errors), errors, np.inf)
+
+
+def _outer(examples_K: Floats, stddev: float) -> int:
+    """Number of bins at the beginning that hold no more, added up, than noise may have made."""
+    noise_K = stddev * np.sqrt(2.0 * np.arange(1, len(examples_K) + 1))
+    clear_K = examples_K.cumsum() > _CLEAR * noise_K
+    return int(clear_K.argmax()) if clear_K.any() else len(examples_K)
 
 
 def _root(falling: Callable[[float], float], low: float, high: float) -> float:
