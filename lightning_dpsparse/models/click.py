@@ -60,7 +60,7 @@ class ClickModule(RecommenderModule):
         super().__init__(click_metrics, optimizer, lr_scheduler, log_train_loss)
         if base_rate is not None:
             remedy = "Set a public share of clicks, or leave it out."
-            check_number("base_rate", base_rate, above=0, below=1, most=None, remedy=remedy)
+            check_number("base_rate", base_rate, above=0, below=1, smallest=1e-9, remedy=remedy)
         if slice_feature is not None:
             check_text("slice_feature", slice_feature, remedy="Name a feature, or leave it out.")
         self.base_rate, self.slice_feature = base_rate, slice_feature

@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_dpsparse.budget import Budget
+from lightning_dpsparse.checks import is_whole
 from lightning_dpsparse.mechanisms.logit_calibration.histogram import (
     LogitHistogram,
     centres,
@@ -66,6 +67,8 @@ class RunCalibration:
         self._key, self._evidence = key, evidence
         self._module: CalibratedModule | None = None
         self._state: dict[str, Any] | None = None
+        self._tried_at = 0
+        """Number of steps of the model when it was last tried to calibrate it; zero is never."""
         self.is_late = False
         """Whether the module was calibrated after the last checkpoints of the trainer's own."""
 
@@ -73,7 +76,14 @@ class RunCalibration:
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Remember the calibration of an earlier run."""
-        self._state = None if state is None else dict(state)
+        if state is None:
+            return
+        if not isinstance(state, Mapping) or not is_whole(state.get("step")):
+            raise Refused(
+                "Expected what a calibration found in the checkpoint, found something else. Go on "
+                "from a checkpoint that a private run has saved."
+            )
+        self._state, self._tried_at = dict(state), int(state["step"])
 
     def prepare(self, module: LightningModule, run: RunPlan, sampled: SampledData) -> None:
         """Refuse a module or data that cannot be calibrated, before anything is charged."""
@@ -115,9 +125,10 @@ class RunCalibration:
         Returns whether the module has changed. A query that fails leaves it as it is, and stays
         charged.
         """
-        step, is_first = self._budget.step, self._strategy.is_global_zero
-        if self._module is None or not step or (self._state or {}).get("step") == step:
+        step = self._budget.step
+        if self._module is None or step == self._tried_at:
             return False
+        self._tried_at = step
         self._guard.check("before it was calibrated")
         if not from_rank_zero(self._budget.covers_calibration):
             rank_zero_warn(
@@ -127,7 +138,7 @@ class RunCalibration:
             return False
         self._pay_all()
         from_rank_zero(self._budget.charge_calibration)
-        if not is_first:
+        if not self._strategy.is_global_zero:
             self._budget.charge_calibration()
         try:
             found = self._found(step)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -19,8 +21,10 @@ from lightning_dpsparse import LazyDP, LogitCalibration, PrivacyReport, Users
 from lightning_dpsparse import report as reports
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
+from lightning_dpsparse.plugin.batch_order import EveryExample
 from lightning_dpsparse.plugin.private_run import CHECKPOINT_KEY
 from lightning_dpsparse.refused import Refused
+from lightning_dpsparse.sampling.units import AllExamples, CappedExamples, WholeUsers
 from tests.support.calibration_runs import (
     BATCH,
     CHEAP,
@@ -79,10 +83,10 @@ def test_two_ranks_write_the_line_of_all_their_data(
     _check_line(two_ranks, tmp_path, PLANS[name], parts)
 
 
-def _check_line(ranks: Ranks, folder: Path, settings: Any, parts: int | None) -> None:
+def _check_line(ranks: Ranks, folder: Path, changes: Any, parts: int | None) -> None:
     world, more = ranks.world_size, {} if parts is None else {"max_physical_batch": parts}
-    users = isinstance(settings.get("unit"), Users)
-    before_plan, after_plan = replace(BEFORE, **settings), plan(**REPLAYED, **settings)
+    users = isinstance(changes.get("unit"), Users)
+    before_plan, after_plan = replace(BEFORE, **changes), plan(**REPLAYED, **changes)
     befores = ranks.run(calibrated, world, before_plan, folder, **more)
     afters = ranks.run(calibrated, world, after_plan, folder, **more)
     before, after = befores[0], afters[0]
@@ -113,14 +117,53 @@ def _check_line(ranks: Ranks, folder: Path, settings: Any, parts: int | None) ->
 
 
 def test_another_key_finds_another_line(one_rank: Ranks, tmp_path: Path) -> None:
-    """The same model, to which the noise of two other keys is added: counts are never seen bare."""
-    settings = {"clip_norm": 1e-12}  # steps that move next to nothing
+    """Steps move next to nothing: the counts are the same, and are never seen without noise."""
     found = [
-        one_rank.run(calibrated, 1, plan(fixed_key=key, **settings), tmp_path)[0]["found"]
+        one_rank.run(calibrated, 1, plan(fixed_key=key, clip_norm=1e-12), tmp_path)[0]["found"]
         for key in (4, 5)
     ]
     assert found[0]["slope"] != found[1]["slope"]
     assert found[0]["bias"] != found[1]["bias"]
+
+
+class Odd(Clicked):
+    """One example more for the second rank, which has one batch more for it."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE + 1)
+
+
+def test_ranks_with_unequal_shares_read_together(two_ranks: Ranks, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"data": Odd, "max_physical_batch": SIZE // 2}
+    before = two_ranks.run(calibrated, 2, BEFORE, tmp_path, **more)[0]
+    after = two_ranks.run(calibrated, 2, plan(**REPLAYED), tmp_path, **more)
+    step = after[0]["steps"]
+    expected = line_for(before["logits"], plan(**REPLAYED), step, data=Odd())
+    for result in after:
+        assert result["found"]["slope"] == pytest.approx(expected.slope, rel=1e-9)
+        assert result["found"]["bias"] == pytest.approx(expected.bias, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 4))
+def test_every_example_comes_once_in_batches_of_one_size(
+    users: list[int], size: int, world: int
+) -> None:
+    cap = 3
+    kept = sorted(i for i, user in enumerate(users) if users[:i].count(user) < cap)
+    for units in (AllExamples(len(users)), CappedExamples(users, cap), WholeUsers(users, cap)):
+        shares = [EveryExample(units, size, rank, world) for rank in range(world)]
+        most = max(share.num_batches for share in shares)
+        seen: list[int] = []
+        for share in shares:
+            share.num_batches = most
+            batches = list(share)
+            assert len(batches) == len(share) == most
+            given_ = [i for batch in batches for i in batch][: share.num_examples]
+            whole = share.num_examples // size
+            assert all(len(batch) == size for batch in batches[:whole])
+            seen += given_
+        assert sorted(seen) == (list(range(len(users))) if units.count == len(users) else kept)
 
 
 # ---- when ----------------------------------------------------------------------------------------

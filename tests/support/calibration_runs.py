@@ -95,12 +95,14 @@ def calibrated(world: int, privacy: PrivacyPlan, folder: Path, **settings: Any) 
     }
 
 
-def line_for(logits_N: Tensor, privacy: PrivacyPlan, step: int, k: int = 1) -> LogitMap:
+def line_for(
+    logits_N: Tensor, privacy: PrivacyPlan, step: int, k: int = 1, data: Any = None
+) -> LogitMap:
     """The line that a run must find, from one list of all examples' logits."""
     settings = privacy.calibration
     assert settings is not None
     histogram = LogitHistogram(settings, torch.device("cpu"))
-    labels_N = torch.cat([label for _, _, label in Clicked().examples])
+    labels_N = torch.cat([label for _, _, label in (data or Clicked()).examples])
     histogram.add(logits_N, labels_N)
     source = privacy.make_source(privacy.make_key())
     noisy = noisy_counts(histogram.counts_SLK, settings.stddev(k), source, step)
