@@ -367,8 +367,8 @@ def _nothing_left(path: Path, folder: Path) -> None:
 def test_a_calibrated_module_that_takes_no_step_is_not_calibrated_again(
     one_rank: Ranks, tmp_path: Path
 ) -> None:
-    """The target is spent: training begins, and ends before its first step."""
-    target = epsilon_of([(STEP, 5), (QUERY, 1)], 1e-5) + 1e-6
+    """Training begins, and ends before its first step: the target covers a query, but no step."""
+    target = epsilon_of([(STEP, 5), (QUERY, 1), (QUERY, 1)], 1e-5) + 1e-6
     first, second = one_rank.run(_twice, tmp_path, target)[0]
     assert charges(first) == charges(second) == [(STEP, 5), (QUERY, 1)]
     assert first["found"] == second["found"]
