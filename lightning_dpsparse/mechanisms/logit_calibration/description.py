@@ -36,10 +36,10 @@ class LogitCalibration:
     has. The default takes 1% of the budget epsilon, and is 50 in a plan without epsilon. Zero is
     not private."""
 
-    bins: int = 64
+    bins: int = 96
     """Number of bins of logits, all of one width."""
 
-    largest_logit: float = 8.0
+    largest_logit: float = 12.0
     """The bins reach from minus this to this. Logits beyond are counted in the outermost bins."""
 
     fit_slope: bool = True
