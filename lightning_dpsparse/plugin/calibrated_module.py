@@ -61,8 +61,8 @@ class CalibratedModule:
     def apply(self, found: LogitMap) -> None:
         """From now on the module's logits are calibrated."""
         slope, bias = found.slope, found.bias
-        if not (math.isfinite(slope) and math.isfinite(bias)):
-            raise Refused("Expected a finite slope and bias, found others.")
+        assert math.isfinite(slope)
+        assert math.isfinite(bias)
         if callable(getattr(self._module, "apply_calibration", None)):
             self._module.apply_calibration(slope, bias)
         else:
