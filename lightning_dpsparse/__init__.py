@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_dpsparse.mechanisms.exponential import ExponentialSelection
     from lightning_dpsparse.mechanisms.fest import FEST, AdaFESTPlus
     from lightning_dpsparse.mechanisms.lazydp import LazyDP
+    from lightning_dpsparse.mechanisms.logit_calibration import LogitCalibration
     from lightning_dpsparse.mechanisms.lsg import LSG, RGP
     from lightning_dpsparse.mechanisms.selection import (
         GumbelHistogram,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     **TABLE_MECHANISMS,
     "GumbelHistogram": "lightning_dpsparse.mechanisms.selection",
+    "LogitCalibration": "lightning_dpsparse.mechanisms.logit_calibration",
     "NoisyHistogram": "lightning_dpsparse.mechanisms.selection",
     "PublicFrequencies": "lightning_dpsparse.mechanisms.selection",
     "SecretSharer": "lightning_dpsparse.audit.secret_sharer",
@@ -84,6 +86,7 @@ __all__ = [
     "GroupClipping",
     "GumbelHistogram",
     "LazyDP",
+    "LogitCalibration",
     "NoisyHistogram",
     "Placement",
     "PredictionWriter",

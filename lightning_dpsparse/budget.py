@@ -3,7 +3,8 @@
 What further steps will cost is computed once, before training (`forecast`), since it takes seconds.
 From then on `Budget` counts steps. It charges them to the ledger at the price that the plan asks
 for the whole run so far (`RunPlan.extend`), and keeps the journal on disk ahead of training: before
-a step begins, a charge for it and for some more steps has reached the disk.
+a step begins, a charge for it and for some more steps has reached the disk. The calibration after
+the last step is no step: it is forecast with the steps, and charged on disk before it is made.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def forecast(run: RunPlan, ledger: Ledger) -> Forecast:
 
     def cost(further: int, grid: float) -> float:
         ahead = ledger.copy()
-        run.charge(ahead, step, further)
+        run.charge(ahead, step, further, to_end=True)  # steps may not use up what it needs
         return ahead.epsilon(run.delta, grid) if ahead.entries else 0.0
 
     target, planned, limit = run.plan.epsilon, run.planned_steps, None
@@ -97,6 +98,7 @@ class Budget:
         self.run, self.ledger = run, ledger
         self._forecast, self._journal = ahead, journal
         self._write_ahead = write_ahead
+        self._has_calibrated = False
         self._start, self._reserved = ledger.steps, ledger.steps
         run.charge(ledger, ledger.position, 0)  # opens a segment, with no step yet
         if journal is not None:
@@ -144,6 +146,29 @@ class Budget:
                 "what it costs."
             )
         return step
+
+    def covers_calibration(self) -> bool:
+        """Whether the calibration may be made now: once, and within the target.
+
+        The forecast holds one. A second one might leave too little for steps that were promised.
+        """
+        if self._has_calibrated or self.run.calibration is None:
+            return False
+        ahead, target = self.ledger.copy(), self.run.plan.epsilon
+        ahead.charge(self.run.calibration, steps=0)
+        return target is None or ahead.epsilon(self.run.delta) <= target
+
+    def charge_calibration(self) -> None:
+        """Charge the calibration before it is made. The charge has reached the disk."""
+        event, segment = self.run.calibration, self.ledger.segment
+        assert event is not None
+        assert segment is not None
+        self._has_calibrated = True
+        # It is no step of the open segment, and stays whatever that will cost.
+        for ledger in (self.ledger, segment.before):
+            ledger.charge(event, steps=0)
+        if self._journal is not None:
+            self._journal.write(self.ledger)
 
     def _reserve(self) -> None:
         """Let the journal charge for this step and some more, before this one begins."""

@@ -27,6 +27,7 @@ from lightning_dpsparse.engine.dense import DenseGaussian, DenseMechanism
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.dpsgd import DPSGD
 from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.mechanisms.logit_calibration import LogitCalibration
 from lightning_dpsparse.mechanisms.selection import GumbelHistogram, Histogram
 from lightning_dpsparse.noise.keys import KEY_BYTES, RunKey
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
@@ -88,6 +89,8 @@ _PERIOD = "days_per_period >= 1, and by_day with more than one"
 _REASON = "Say why in a sentence, or leave it out."
 _LEAST, _MOST = 1e-24, 1e24
 """Smallest and largest standard deviation of noise that float32 holds, with its grid."""
+_MOST_ON_COUNTS = 2**20
+"""Least noise on counts whose grid would be coarser than whole numbers."""
 _NOISE = "Around 1 is usual, and 0 is not private."
 
 
@@ -140,6 +143,10 @@ class PrivacyPlan:
     clipping: Clipping = field(default_factory=FlatClipping)
     """How the gradient of a unit is kept within C."""
 
+    calibration: LogitCalibration | None = None
+    """A private query after the last step that calibrates the logits of a click model. It is
+    charged, and epsilon covers it from the start. None makes no such query."""
+
     noise_source: Literal["fast", "secure", "row_keyed"] = "fast"
     """Where noise comes from. The three differ in speed and in cryptographic strength; all draw
     exact Gaussians."""
@@ -182,6 +189,7 @@ class PrivacyPlan:
                 f"{self.sampling!r}. Leave sampling out, or leave these out."
             )
         self._check_mechanism()
+        _check_calibration(self)
         if self.max_batch_size is not None and self._counts_examples_of_users:
             raise Refused(
                 "Expected no max_batch_size where users' examples are drawn one by one, found "
@@ -328,6 +336,8 @@ class PrivacyPlan:
             found.append(f"{type(self.mechanism).__name__} is not differentially private.")
         if self.noise_multiplier == 0:
             found.append("noise_multiplier=0: not private.")
+        if self.calibration is not None and self.calibration.noise_multiplier == 0:
+            found.append("A calibration with noise_multiplier=0: not private.")
         if self.fixed_key is not None:
             found.append("Fixed noise key: not private.")
         return found
@@ -354,3 +364,32 @@ def _check_parts(plan: PrivacyPlan) -> None:
             raise Refused(f"Expected a reason in {name}, found no reason. {_REASON}")
         if reason is not None:
             check_text(name, getattr(plan, name), expected=f"a reason in {name}", remedy=_REASON)
+
+
+def examples_per_unit(plan: PrivacyPlan) -> int:
+    """Most examples that one unit has in the data that is used."""
+    return plan.unit.max_examples if isinstance(plan.unit, Users) else 1
+
+
+def _check_calibration(plan: PrivacyPlan) -> None:
+    """Refuse a calibration for which there is no honest event, or no data to read."""
+    settings = plan.calibration
+    if settings is None:
+        return
+    check_kind("calibration", settings, LogitCalibration, remedy="LogitCalibration() is one.")
+    if plan.sampling == "unamplified":
+        raise Refused(
+            "Expected a data set that can be read in order for a calibration, found "
+            "sampling='unamplified'. Use sampling='poisson', or leave calibration out."
+        )
+    if settings.noise_multiplier == 0 and plan.epsilon is not None:
+        raise Refused(
+            f"Expected noise in the calibration for epsilon={plan.epsilon:g}, found "
+            "noise_multiplier=0. Leave one of them out."
+        )
+    noise = (settings.noise_multiplier or 0.0) * examples_per_unit(plan)
+    if noise >= _MOST_ON_COUNTS:
+        raise Refused(
+            f"Expected noise of less than {_MOST_ON_COUNTS:,} on the calibration's counts, found "
+            f"{noise:,.0f}. Use a smaller noise_multiplier, or a smaller max_examples."
+        )

@@ -6,7 +6,9 @@ the target epsilon, and the mechanism's thresholds. The result, `RunPlan`, is th
 sampler, step, budget, report and calculator ask.
 
 What steps cost is asked in one place, `RunPlan.charges`. The mechanism prices the steps there
-(`Mechanism.charges`), and the run adds the releases that select rows by the data.
+(`Mechanism.charges`), and the run adds the releases that select rows by the data. A calibration
+after the last step is no part of any step's price: `RunPlan.charge` adds it where a run is priced
+to its end, before training, and `Budget.charge_calibration` when it is made.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class RunPlan:
     """What it costs to select rows by the data, before the first step; None is nothing."""
     is_release_renewed: bool = False
     """Whether rows are selected again before every phase, by that phase's data alone."""
+    calibration: DpEvent | None = None
+    """What it costs to calibrate logits by the data, after the last step; None is nothing."""
 
     # ---- what steps cost ------------------------------------------------------------------------
 
@@ -68,10 +72,15 @@ class RunPlan:
             position += charge.steps
         return found
 
-    def charge(self, ledger: Ledger, first_step: int, steps: int) -> None:
-        """Charge a new segment of `steps` steps that begins at step `first_step`."""
+    def charge(self, ledger: Ledger, first_step: int, steps: int, *, to_end: bool = False) -> None:
+        """Charge a new segment of `steps` steps that begins at step `first_step`.
+
+        With `to_end` they are the last, and what is released after the last step is charged too.
+        """
         ledger.open_segment(first_step)
         self.extend(ledger, steps)
+        if to_end and self.calibration is not None:
+            ledger.charge(self.calibration, steps=0)
 
     def extend(self, ledger: Ledger, steps: int) -> None:
         """Charge the ledger's open segment as one of `steps` steps in all."""
@@ -95,9 +104,10 @@ class RunPlan:
 
     def prices_like(self, ledger: Ledger) -> bool:
         """Whether this plan may have charged the last entry of a ledger, if there is one."""
-        if not ledger.entries:
+        of_steps = [entry for entry in ledger.entries if entry.steps]
+        if not of_steps:
             return True
-        last = ledger.entries[-1]
+        last = of_steps[-1]
         all_phases = sum(phase.steps or 1 for phase in self.phases)
         alike = [
             *self._step_charges(0, all_phases),
@@ -127,8 +137,10 @@ class RunPlan:
     def event(self) -> DpEvent:
         """The whole run as one event; days are added up one after the other."""
         assert self.planned_steps is not None
-        charged = self.charges(0, self.planned_steps)
-        return events.composed([(charge.event, charge.times) for charge in charged])
+        counts = [(c.event, c.times) for c in self.charges(0, self.planned_steps)]
+        if self.calibration is not None:
+            counts.append((self.calibration, 1))
+        return events.composed(counts)
 
     # ---- the schedule ---------------------------------------------------------------------------
 
@@ -222,6 +234,12 @@ def resolve(
     if release is not None and plan.fixed_key is not None:
         release = events.not_private()
 
+    calibration, calibrating = plan.calibration, None
+    if calibration is not None:
+        calibration = calibration.resolve(plan.epsilon, delta)
+        is_secret = plan.fixed_key is None
+        calibrating = calibration.event() if is_secret else events.not_private()
+
     def at(noise_multiplier: float) -> RunPlan:
         mechanism = (
             plan.mechanism.resolve_thresholds(noise_multiplier, tables)
@@ -229,7 +247,7 @@ def resolve(
             else plan.mechanism
         )
         return RunPlan(
-            replace(plan, mechanism=mechanism),
+            replace(plan, mechanism=mechanism, calibration=calibration),
             tuple(phases),
             num_units,
             expected_batch,
@@ -239,6 +257,7 @@ def resolve(
             planned_steps,
             release,
             selection is not None and selection.renew,
+            calibrating,
         )
 
     if plan.noise_multiplier is not None:
@@ -257,7 +276,7 @@ def resolve(
 
     def cost(noise_multiplier: float, grid: float) -> float:
         ledger = Ledger()
-        at(noise_multiplier).charge(ledger, 0, planned_steps)
+        at(noise_multiplier).charge(ledger, 0, planned_steps, to_end=True)
         return ledger.epsilon(delta, grid)
 
     return at(calibrate(cost, plan.epsilon, grid=grid))

@@ -56,6 +56,22 @@ def test_calibrate_splits_adafests_noise(capsys: pytest.CaptureFixture[str]) -> 
     assert found["gradient_noise_multiplier"] == pytest.approx(0.8088, abs=5e-4)
 
 
+def test_a_calibration_is_priced_with_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--examples", "10000", "--batch", "100", "--steps", "100", "--no-table"]
+    without = answer(capsys, "calibrate", "--epsilon", "1", *small)["noise_multiplier"]
+    found = answer(capsys, "calibrate", "--epsilon", "1", *small, "--calibration")
+    assert 1.0 < found["noise_multiplier"] / without < 1.01  # one percent of the budget
+    assert "without amplification" in found["calibration"]
+    dear = answer(capsys, "calibrate", "--epsilon", "1", *small, "--calibration", "6")
+    assert dear["noise_multiplier"] > 1.03 * without
+    noise = str(dear["noise_multiplier"])
+    run = ["--noise-multiplier", noise, *small[:-1], "--calibration", "6"]
+    assert answer(capsys, "account", *run)["epsilon"] == pytest.approx(1.0, abs=2e-3)
+    main(["account", *run])
+    said = capsys.readouterr().out
+    assert "beside a calibration of logits: Gaussian, noise multiplier 6" in said
+
+
 def test_thresholds_are_shown_for_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--examples", "10000", "--batch", "100", "--steps", "100", "--mechanism", "adafest"]
     rows = ["--rows", "1000", "--features", "4", "--map-clip-norm", "2"]

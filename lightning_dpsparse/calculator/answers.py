@@ -50,7 +50,7 @@ def accounted(question: Question, noise_multiplier: float) -> dict[str, Any]:
     """The epsilon that some noise gives."""
     run = question.resolve(noise_multiplier=noise_multiplier)
     ledger = Ledger()
-    run.charge(ledger, 0, question.steps)
+    run.charge(ledger, 0, question.steps, to_end=True)
     deltas = [run.delta, *(d for d in _DELTAS if d != run.delta)]
     epsilon, *others = ledger.epsilons(deltas)
     return {
@@ -184,6 +184,8 @@ def _shares(question: Question, run: RunPlan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if run.release is not None:
         found["selection"] = describe_event(run.release)
+    if run.calibration is not None:
+        found["calibration"] = describe_event(run.calibration)
     if isinstance(mechanism, AdaFEST):
         first, second = split_noise(noise, mechanism.noise_ratio)
         found["contribution_noise_multiplier"] = first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_dpsparse.command_line import probability, whole_number
+from lightning_dpsparse.command_line import positive_number, probability, whole_number
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
 
 MECHANISMS = {name.lower(): name for name in TABLE_MECHANISMS}
@@ -75,4 +75,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--draw", choices=["examples", "users"], help=draw)
     days = "train on D days of equal size, one after the other, where each unit lives in one day"
     add("--days", type=whole_number(1, _MOST_DAYS), default=1, metavar="D", help=days)
+    logits = "calibrate a click model's logits after the last step, with this noise on counts "
+    logits += "(default: what takes 1%% of epsilon, or 50 where epsilon is asked for)"
+    add("--calibration", type=positive_number, nargs="?", const=0.0, metavar="SIGMA", help=logits)
     add("--json", action="store_true", help="print for programs")

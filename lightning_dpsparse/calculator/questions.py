@@ -17,6 +17,7 @@ from lightning_dpsparse.command_line import in_one_line
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.engine.step_inputs import Table
 from lightning_dpsparse.mechanisms import TABLE_MECHANISMS
+from lightning_dpsparse.mechanisms.logit_calibration import LogitCalibration
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
@@ -63,6 +64,8 @@ class Question:
     num_days: int
     users: Population | None = None
     """How many users and examples there are, if that was said."""
+    calibration: LogitCalibration | None = None
+    """The query after the last step; None makes none."""
 
     @property
     def largest_batch(self) -> int:
@@ -113,6 +116,7 @@ class Question:
             sampling=self.sampling,
             by_day=self.num_days > 1,
             max_batch_size=self.max_batch,
+            calibration=self.calibration,
         )
         in_order = self.sampling == "fixed_order"
         return resolve(
@@ -172,6 +176,9 @@ def asked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Quest
         options.max_batch,
         options.days,
         users,
+        None
+        if options.calibration is None
+        else LogitCalibration(noise_multiplier=options.calibration or None),
     )
 
 

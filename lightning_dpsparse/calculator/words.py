@@ -149,6 +149,8 @@ def _shares(answer: dict[str, Any]) -> Sequence[str]:
     lines = []
     if "selection" in answer:
         lines.append(f"  beside a selection of rows: {answer['selection']}")
+    if "calibration" in answer:
+        lines.append(f"  beside a calibration of logits: {answer['calibration']}")
     if "contribution_noise_multiplier" in answer:
         lines.append(f"  on the contribution map {answer['contribution_noise_multiplier']:.4f}")
     if "choice_epsilon" in answer:

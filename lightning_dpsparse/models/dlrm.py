@@ -38,6 +38,9 @@ class DLRMModule(ClickModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
+        slice_feature: A feature with few values, each of which gets a bias of its own when the
+            model is calibrated.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class DLRMModule(ClickModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
+        slice_feature: str | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, log_train_loss)
+        super().__init__(optimizer, lr_scheduler, log_train_loss, base_rate, slice_feature)
         check_num_rows(num_rows)
         check_sizes(embedding_dim=embedding_dim, num_counts=num_counts)
         check_arch("dense_arch", dense_arch, least=1)
@@ -69,6 +74,12 @@ class DLRMModule(ClickModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = self._build()
+            self._begin_biases(self.num_rows)
+
+    @property
+    @override
+    def calibrated_layer(self) -> str:
+        return "net.over_arch.model.1"
 
     def _build(self) -> nn.Module:
         return DLRM(
@@ -84,7 +95,7 @@ class DLRMModule(ClickModule):
         assert self.net is not None
         check_counts(batch, self.num_counts)
         logits: Tensor = self.net(log_counts(batch.dense_features), batch.sparse_features)
-        return logits.squeeze(1)
+        return self._with_slice_bias(logits.squeeze(1), batch)
 
 
 class DLRMDCNModule(DLRMModule):
@@ -102,6 +113,9 @@ class DLRMDCNModule(DLRMModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
+        slice_feature: A feature with few values, each of which gets a bias of its own when the
+            model is calibrated.
     """
 
     def __init__(
@@ -116,6 +130,8 @@ class DLRMDCNModule(DLRMModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
+        slice_feature: str | None = None,
     ) -> None:
         super().__init__(
             num_rows,
@@ -126,6 +142,8 @@ class DLRMDCNModule(DLRMModule):
             optimizer,
             lr_scheduler,
             log_train_loss,
+            base_rate,
+            slice_feature,
         )
         check_sizes(cross_layers=cross_layers, cross_rank=cross_rank)
         self.cross_layers, self.cross_rank = cross_layers, cross_rank

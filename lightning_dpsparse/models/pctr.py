@@ -51,6 +51,9 @@ class PCTRModule(ClickModule):
         lr_scheduler: Stepped after every batch; the tables' learning rate follows it.
         log_train_loss: Log the batch's mean loss, which is not private. None logs it in runs
             without privacy alone.
+        base_rate: Public share of clicks that the last bias begins with; None begins as torch does.
+        slice_feature: A feature with few values, each of which gets a bias of its own when the
+            model is calibrated.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class PCTRModule(ClickModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         log_train_loss: bool | None = None,
+        base_rate: float | None = None,
+        slice_feature: str | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, log_train_loss)
+        super().__init__(optimizer, lr_scheduler, log_train_loss, base_rate, slice_feature)
         check_num_rows(num_rows)
         check_arch("hidden", hidden)
         check_whole("num_counts", num_counts, 0)
@@ -81,6 +86,12 @@ class PCTRModule(ClickModule):
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         self.mlp = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+        self._begin_biases(self.num_rows)
+
+    @property
+    @override
+    def calibrated_layer(self) -> str:
+        return f"mlp.{2 * len(self.hidden)}"
 
     @override
     def forward(self, batch: Batch) -> Tensor:
@@ -91,4 +102,4 @@ class PCTRModule(ClickModule):
         names = feature_names(len(self.num_rows))
         parts = [embedded[name][:, :width] for name, width in zip(names, self.widths)]
         logits: Tensor = self.mlp(torch.cat([*parts, log_counts(batch.dense_features)], dim=1))
-        return logits.squeeze(1)
+        return self._with_slice_bias(logits.squeeze(1), batch)

@@ -1,7 +1,8 @@
 """Batch samplers of a private run: which examples come next, by their numbers.
 
 Poisson samples have a sampler of their own (`sampling.poisson`). Here are a fixed order that goes
-on where the run is, all data once for counting ids, and a sampler that notes what another draws.
+on where the run is, all data once for counting ids and for a calibration, and a sampler that notes
+what another draws.
 """
 
 from __future__ import annotations
@@ -37,6 +38,45 @@ class InOrder:
         for start in range(self._start, self._stop, _COUNTED_AT_ONCE):
             some = np.arange(start, min(start + _COUNTED_AT_ONCE, self._stop))
             yield self._units.examples(some)[0].tolist()
+
+
+class EveryExample:
+    """The examples of a rank's share of all units, each once, in batches of one size.
+
+    The last batch may be smaller. Ranks read together: one that has fewer batches than
+    `num_batches` gives the data's first example again, which its reader must not count.
+    """
+
+    def __init__(self, units: Units, size: int, rank: int, world_size: int) -> None:
+        self._units, self._size = units, size
+        self._start = units.count * rank // world_size
+        self._stop = units.count * (rank + 1) // world_size
+        self.num_examples = sum(len(some) for some in self._pieces())
+        """Number of examples of the share."""
+        self.num_batches = -(-self.num_examples // size)
+        """Number of batches that are given. The ranks agree on the largest."""
+
+    def _pieces(self) -> Iterator[list[int]]:
+        for start in range(self._start, self._stop, _COUNTED_AT_ONCE):
+            some = np.arange(start, min(start + _COUNTED_AT_ONCE, self._stop))
+            yield self._units.examples(some)[0].tolist()
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        waiting: list[int] = []
+        given = 0
+        for some in self._pieces():
+            waiting += some
+            while len(waiting) >= self._size:
+                yield waiting[: self._size]
+                waiting, given = waiting[self._size :], given + 1
+        if waiting:
+            yield waiting
+            given += 1
+        for _ in range(given, self.num_batches):
+            yield [0]
 
 
 class FromStep:

@@ -123,7 +123,7 @@ class Evidence:
     def facts(self, budget: Budget) -> dict[str, Any]:
         """The facts of the privacy report, exact as of now. Slow, so made once for a step."""
         taints = self.taints()
-        now = (budget.ledger.steps, taints)
+        now = (budget.ledger.to_data(), taints)
         if self._facts is None or self._facts[0] != now:
             made = make_facts(
                 budget.run,

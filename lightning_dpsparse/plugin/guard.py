@@ -153,11 +153,11 @@ class Guard:
         self.check("in validation")
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """What is written inside is made of released weights alone."""
-        self.check("before weights were averaged")
+    def writing(self, when: str = "before weights were averaged") -> Iterator[None]:
+        """What is written inside is made of released values alone; `when` it is, for messages."""
+        self.check(when)
         yield
-        self.note()
+        self.follow()
 
 
 def _allow(

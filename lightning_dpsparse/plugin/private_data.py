@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
-from lightning_dpsparse.plugin.batch_order import FromStep, InOrder, Noted
+from lightning_dpsparse.plugin.batch_order import EveryExample, FromStep, InOrder, Noted
 from lightning_dpsparse.plugin.datasets import check_no_repeats
 from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
@@ -50,6 +50,7 @@ from lightning_dpsparse.sampling.units import (
     check_one_day,
     check_users,
 )
+from lightning_dpsparse.sharded.process_group import largest_over_ranks
 from lightning_dpsparse.sharded.split_batch import empty_batch
 
 
@@ -82,6 +83,9 @@ class SampledData:
     """What says which examples belong to one user; None if every example is its own unit."""
     in_order: Callable[[Phase | None], Any] | None = None
     """Reads this rank's share of a phase, or of all the data, once; None if that cannot be done."""
+    every_example: Callable[[int], tuple[Any, int]] | None = None
+    """Reads this rank's share of all examples once, in batches of this size, as many on every rank,
+    and says how many examples count; None if that cannot be done. On all ranks."""
     reader: Reader | None = None
     """How single examples are read; None if they cannot be read by number."""
 
@@ -166,6 +170,7 @@ def _poisson(
         batch,
         sampler=sampler if plan.draws_whole_users else None,
         in_order=lambda phase: _over(loader, InOrder(units, phase, place.rank, place.world_size)),
+        every_example=partial(_every_example, loader, units, place),
         reader=_reader(loader),
         dataset=loader.dataset,
     )
@@ -259,11 +264,21 @@ def _fixed_order(
         in_order=lambda phase: _over(
             loader, InOrder(AllExamples(size), phase, place.rank, place.world_size)
         ),
+        every_example=partial(_every_example, loader, AllExamples(size), place),
         reader=_reader(loader),
         dataset=loader.dataset,
     )
     batches = FromStep(deal, place.present_step)
     return _over(loader, Noted(batches, place.deliveries)), shape
+
+
+def _every_example(
+    loader: DataLoader[Any], units: Units, place: RankContext, size: int
+) -> tuple[Any, int]:
+    batches = EveryExample(units, size, place.rank, place.world_size)
+    (most,) = largest_over_ranks([float(batches.num_batches)])
+    batches.num_batches = int(most)
+    return _over(loader, batches), batches.num_examples
 
 
 def _any_order(loader: object, plan: PrivacyPlan, place: RankContext) -> SampledData:

@@ -7,6 +7,7 @@ together for one `fit`:
 - `run_data.RunData`: the loader, and who is drawn.
 - `run_ledger.RunLedger`: the ledger, the journal and the budget.
 - `run_selection.RunSelection`: rows that are selected by the data.
+- `run_calibration.RunCalibration`: the query after the last step, if the plan has one.
 - `run_mechanism.RunMechanism`: what the mechanism keeps from one run to the next.
 - `evidence.Evidence`: what the report says, and where the weights came from.
 
@@ -35,6 +36,7 @@ from lightning_dpsparse.plugin.folders import journal_folder, make_report_folder
 from lightning_dpsparse.plugin.history import keep_history, keep_spent, spent_by
 from lightning_dpsparse.plugin.logs import Logs
 from lightning_dpsparse.plugin.perimeter import Perimeter, is_probed
+from lightning_dpsparse.plugin.run_calibration import RunCalibration
 from lightning_dpsparse.plugin.run_data import RunData
 from lightning_dpsparse.plugin.run_ledger import RunLedger, behind_checkpoint
 from lightning_dpsparse.plugin.run_mechanism import RunMechanism
@@ -66,6 +68,7 @@ class PrivateRun:
         self.ledger = RunLedger(trainer, journal_folder(trainer), self.evidence, write_ahead)
         self.data = RunData(trainer, self._key, lambda: self.budget.step)
         self.selection = RunSelection(self._key)
+        self.calibration = RunCalibration(self._key, self.evidence)
         self.mechanism = RunMechanism()
         self.stepper: PrivateSteps | None = None
         """Takes the steps; None before the run has started and after it was closed."""
@@ -110,6 +113,7 @@ class PrivateRun:
         self.ledger.restore(behind_checkpoint(kept, folders))
         self.evidence.restore(kept)
         self.selection.restore(kept.get("selection"))
+        self.calibration.restore(kept.get("calibration"))
         self.mechanism.restore(kept.get("mechanism"))
 
     def start(self, module: LightningModule) -> None:
@@ -126,12 +130,15 @@ class PrivateRun:
         sampled = self.data.sampled
         if sampled.trusted is not None:
             self.evidence.declare_public(sampled.trusted)
+        for words in getattr(module, "declared_public", ()):
+            self.evidence.declare_public(words)
         warning = delta_warning(run.delta, run.num_units)
         if warning is not None:
             rank_zero_warn(warning)
         self.evidence.begin(module, digest(sampled.dataset), ledger)
         _tell_of_changes(run, ledger)
         run.continue_ledger(ledger)
+        self.calibration.prepare(module, run, sampled)
         self.selection.prepare(module, run, ledger, self.evidence)
         self.ledger.open(run)
         self._users_plan = None  # from here on there is one plan, in the budget
@@ -185,6 +192,7 @@ class PrivateRun:
             **self.ledger.kept(),
             "mechanism": self.mechanism.kept(),
             "selection": self.selection.kept(),
+            "calibration": self.calibration.kept(),
             **self.evidence.kept(),
         }
 

@@ -52,6 +52,16 @@ class PrivateTraining:
         self._run, self._stepper, self._perimeter = run, run.stepper, run.perimeter
         self._module, self._strategy, self._move = module, strategy, move
         self._max_physical_batch = max_physical_batch
+        run.calibration.open(
+            module,
+            strategy,
+            run.budget,
+            run.data.sampled,
+            run.perimeter.guard,
+            self._moved,
+            self.pay_all,
+            max_physical_batch,
+        )
         self._shown: tuple[float, int] | None = None
 
     # ---- the forward pass -----------------------------------------------------------------------

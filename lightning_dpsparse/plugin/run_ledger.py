@@ -211,5 +211,5 @@ def _position(journal: JournalState | None) -> Position | None:
 def _charge_in_vain(run: RunPlan, ledger: Ledger, steps: int) -> None:
     """Charge some steps that the model did not take, and that somebody may have."""
     before = ledger.steps
-    run.charge(ledger, ledger.position, steps)
+    run.charge(ledger, ledger.position, steps, to_end=True)
     ledger.lost += ledger.steps - before

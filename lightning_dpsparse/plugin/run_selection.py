@@ -24,7 +24,7 @@ from lightning_dpsparse.mechanisms.fest import selection_of
 from lightning_dpsparse.mechanisms.selection import PublicFrequencies
 from lightning_dpsparse.mechanisms.selection.selector import RowSelector
 from lightning_dpsparse.noise.keys import RunKey
-from lightning_dpsparse.plan import Users
+from lightning_dpsparse.plan import examples_per_unit
 from lightning_dpsparse.plugin.evidence import Evidence
 from lightning_dpsparse.plugin.private_data import SampledData
 from lightning_dpsparse.run_plan import RunPlan
@@ -55,8 +55,7 @@ class RunSelection:
         if selection is None:
             share_a_row(module, None, None)
             return
-        unit = run.plan.unit
-        examples = unit.max_examples if isinstance(unit, Users) else 1
+        examples = examples_per_unit(run.plan)
         source = run.plan.make_source(self._key)
         if selection.maps_to_one_row:
             check_one_table_each(module)

@@ -31,7 +31,11 @@ from lightning_dpsparse.plugin.history import keep_history
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
-from lightning_dpsparse.plugin.trainer_internals import begin_next_epoch
+from lightning_dpsparse.plugin.trainer_internals import (
+    before_training_ends,
+    begin_next_epoch,
+    is_last_step,
+)
 from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.sharded.fused import FusedOptimizer
 from lightning_dpsparse.sharded.placement import Placement
@@ -147,6 +151,10 @@ class DPSparseStrategy(ShardedCheckpoints):
             self._training = PrivateTraining(
                 self._run, self.module, self, move, self.max_physical_batch
             )
+            trainer = self.module.trainer
+            before_training_ends(
+                trainer, lambda: self._calibrate(trainer.global_step, is_late=True)
+            )
         self.averaging.start(self.module, remaining)
 
     # ---- one step -------------------------------------------------------------------------------
@@ -186,7 +194,20 @@ class DPSparseStrategy(ShardedCheckpoints):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         # As Lightning's own: the closure, then the hooks before an update.
         wrapped = partial(self.precision_plugin._wrap_closure, self.module, optimizer, closure)
-        return self._training.update(optimizer, wrapped, **kwargs)
+        output = self._training.update(optimizer, wrapped, **kwargs)
+        if is_last_step(self.module.trainer):  # before validation and checkpoints see the model
+            self._calibrate(self.module.trainer.global_step + 1)  # Lightning counts it later
+        return output
+
+    def _calibrate(self, steps: int, *, is_late: bool = False) -> None:
+        """Calibrate what the run releases, after so many steps: the average, if there is one."""
+        assert self._run is not None
+        if self._run.budget.run.calibration is None:
+            return
+        self.averaging.note_steps(steps)
+        self._show_average(True)
+        self._run.calibration.finish(is_late=is_late)
+        self._show_average(False)
 
     @override
     def on_validation_start(self) -> None:
@@ -242,10 +263,14 @@ class DPSparseStrategy(ShardedCheckpoints):
 
 
 def _save_if_ended_early(run: PrivateRun, trainer: Trainer) -> None:
-    """Save the last model within the budget, if no checkpoint has it."""
+    """Save the calibrated model, or the last one within the budget, if no checkpoint has it."""
     saved = [getattr(c, "_last_global_step_saved", None) for c in trainer.checkpoint_callbacks]
-    if run.ledger.ended_early and trainer.global_step not in saved:
-        assert run.folder is not None
+    assert run.folder is not None
+    if run.calibration.is_late and trainer.checkpoint_callbacks:
+        path = run.folder / f"calibrated-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"The calibrated model is in {path}.")
+    elif run.ledger.ended_early and trainer.global_step not in saved:
         path = run.folder / f"budget-spent-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         rank_zero_info(f"The last model within the budget is in {path}.")

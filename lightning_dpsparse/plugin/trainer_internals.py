@@ -93,6 +93,36 @@ def _is_of_library(error: Exception) -> bool:
     return package in _READERS
 
 
+def is_last_step(trainer: Trainer) -> bool:
+    """Whether the step that is being taken is the last one, whatever callbacks say.
+
+    Lightning counts the step once it is over. A time limit may end training earlier.
+    """
+    loop = trainer.fit_loop
+    most_steps, most_epochs = loop.epoch_loop.max_steps, loop.max_epochs
+    if most_steps != -1 and trainer.global_step + 1 >= most_steps:
+        return True
+    is_last_epoch = most_epochs not in (None, -1) and trainer.current_epoch + 1 >= most_epochs
+    return is_last_epoch and trainer.is_last_batch
+
+
+def before_training_ends(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Have `act` called when the last batch of a fit is over, before any `on_train_end`.
+
+    Callbacks hear of the end before the strategy does, and would write a report too early.
+    """
+    loop = trainer.fit_loop
+    vars(loop).pop("on_run_end", None)  # of a fit that ended in an error
+    end = required(loop, "on_run_end")
+
+    def act_and_end() -> None:
+        vars(loop).pop("on_run_end", None)
+        act()
+        end()
+
+    loop.on_run_end = act_and_end  # type: ignore[method-assign]
+
+
 def replace_signal_handlers(trainer: Trainer) -> Stop:
     """Have signals leave a note from now on, and return where the notes are."""
     signals = required(trainer, "_signal_connector")

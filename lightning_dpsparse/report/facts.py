@@ -115,6 +115,7 @@ def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
         "mechanism_settings": _settings(plan.mechanism),
         "dense": type(plan.dense).__name__,
         "dense_settings": _settings(plan.dense),
+        "calibration_settings": _settings(plan.calibration),
         "clipping": type(plan.clipping).__name__,
         "clip_norm": _finite(plan.clip_norm),
         "noise_multiplier": run.noise_multiplier,
@@ -196,7 +197,7 @@ def _said(entry: Entry) -> str:
     if entry.count == entry.steps:
         return said
     if entry.steps == 0:
-        return f"{said}; {times}, before a step"
+        return f"{said}; {times}, beside the steps"
     return f"{said}; {times} for all these steps together"
 
 

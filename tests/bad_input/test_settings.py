@@ -23,6 +23,7 @@ from lightning_dpsparse import (
     GroupClipping,
     GumbelHistogram,
     LazyDP,
+    LogitCalibration,
     NoisyHistogram,
     Placement,
     PrivacyPlan,
@@ -88,6 +89,7 @@ PLANS = [
     *rows(PrivacyPlan, NOISY, "assume_post_processing", (3, "", " ", True, b"x"), "a reason in"),
     *rows(PrivacyPlan, NOISY, "assume_independent_examples", ("None", "null", []), "a reason in"),
     *rows(PrivacyPlan, NOISY, "taints", ("text", 3, None, [3], [None], [""], {"a": 1}), "taints"),
+    *rows(PrivacyPlan, NOISY, "calibration", ("x", 3, True, LogitCalibration, {}), "calibration"),
     *rows(Users, {}, "max_examples", NOT_COUNTS, "max_examples"),
     *rows(Users, {"drawn": "examples"}, "max_examples", (10_001,), "Draw whole users"),
     *rows(Users, {"max_examples": 3}, "drawn", (*NOT_CHOICES, None), "drawn 'examples' or 'users'"),
@@ -126,6 +128,12 @@ MECHANISMS = [
     *rows(NoisyHistogram, {}, "max_ids_per_bag", NOT_COUNTS, "max_ids_per_bag"),
     *rows(GumbelHistogram, {}, "epsilon", NOT_POSITIVE, "epsilon"),
     *rows(GumbelHistogram, {}, "max_ids_of", with_items((*NOT_COUNTS, 2.5)), "max_ids_of"),
+    *rows(
+        LogitCalibration, {}, "noise_multiplier", (*but(NEGATIVE, None), 1e5), "noise_multiplier"
+    ),
+    *rows(LogitCalibration, {}, "bins", (*NOT_COUNTS, 1, 5000), "bins"),
+    *rows(LogitCalibration, {}, "largest_logit", (*NOT_POSITIVE, 1e-6, 1e6), "largest_logit"),
+    *rows(LogitCalibration, {}, "fit_slope", NOT_FLAGS, "fit_slope"),
     *rows(AutomaticClipping, {}, "stability", NOT_POSITIVE, "stability"),
     *rows(GroupClipping, {}, "shares", (*with_items(NOT_POSITIVE), {}), "shares"),
     *rows(RGP, {}, "rank", NOT_COUNTS, "rank"),
