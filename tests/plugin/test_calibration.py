@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_dpsparse import LazyDP, LogitCalibration, PrivacyReport, Users
+from lightning_dpsparse import AverageWeights, LazyDP, LogitCalibration, PrivacyReport, Users
 from lightning_dpsparse import report as reports
 from lightning_dpsparse.accounting import events
 from lightning_dpsparse.accounting.calibration import epsilon_of
@@ -55,7 +55,7 @@ def charges(result: dict[str, Any]) -> list[tuple[Any, int]]:
 PLANS = {
     "examples": {},
     "users": {"unit": Users(max_examples=3, drawn="users")},
-    "examples of users": {"unit": Users(max_examples=3)},
+    "examples of users": {"unit": Users(max_examples=3, drawn="examples")},
     "in order": {"sampling": "fixed_order"},
     "lazy": {"mechanism": LazyDP()},
     "days": {"by_day": True},
@@ -74,6 +74,38 @@ def test_data_in_many_batches_is_counted_once(one_rank: Ranks, tmp_path: Path) -
     _check_line(one_rank, tmp_path, {}, 64)
 
 
+@pytest.mark.parametrize("name", ["examples", "lazy"])
+def test_where_weights_are_averaged_the_average_is_calibrated(
+    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    """All but the last step count, in the last place where somebody may look at the average."""
+    for ranks in (one_rank, two_ranks):
+        _check_line(ranks, tmp_path, PLANS[name], None, callbacks=[AverageWeights(fraction=0.8)])
+
+
+def test_training_goes_on_from_weights_that_are_not_calibrated(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    """Where weights are averaged, the query reads and writes the average alone."""
+    settings: dict[str, Any] = {"save_every": 5, "callbacks": [AverageWeights(fraction=0.8)]}
+    begun, ended = [], []
+    for name, one in (("without", BEFORE), ("with", plan(**REPLAYED))):
+        found = one_rank.run(calibrated, 1, one, tmp_path / name, **settings)[0]
+        ended.append(found["state"]["dense"]["head.out.weight"])
+        more = {"resume": tmp_path / name / "step=5.ckpt", "max_epochs": 2, "module": Begins()}
+        found = one_rank.run(calibrated, 1, one, tmp_path / name, **settings | more)[0]
+        begun.append(found["validated"][0])
+    assert not torch.equal(*ended)
+    assert torch.equal(*begun)
+
+
+class Begins(Clicking):
+    """Notes its weights when training begins."""
+
+    def on_train_start(self) -> None:
+        self.validated.append(self.head.out.weight.detach().clone())
+
+
 @pytest.mark.parametrize(
     ("name", "parts"), [("examples", 96), ("examples of users", None), ("users", None)]
 )
@@ -83,8 +115,11 @@ def test_two_ranks_write_the_line_of_all_their_data(
     _check_line(two_ranks, tmp_path, PLANS[name], parts)
 
 
-def _check_line(ranks: Ranks, folder: Path, changes: Any, parts: int | None) -> None:
-    world, more = ranks.world_size, {} if parts is None else {"max_physical_batch": parts}
+def _check_line(
+    ranks: Ranks, folder: Path, changes: Any, parts: int | None, **settings: Any
+) -> None:
+    world = ranks.world_size
+    more = settings | ({} if parts is None else {"max_physical_batch": parts})
     users = isinstance(changes.get("unit"), Users)
     before_plan, after_plan = replace(BEFORE, **changes), plan(**REPLAYED, **changes)
     befores = ranks.run(calibrated, world, before_plan, folder, **more)
