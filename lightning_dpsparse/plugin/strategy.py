@@ -153,7 +153,7 @@ class DPSparseStrategy(ShardedCheckpoints):
             )
             trainer = self.module.trainer
             before_training_ends(
-                trainer, lambda: self._calibrate(trainer.global_step, is_late=True)
+                trainer, lambda: _calibrate(self, trainer.global_step, is_late=True)
             )
         self.averaging.start(self.module, remaining)
 
@@ -196,18 +196,8 @@ class DPSparseStrategy(ShardedCheckpoints):
         wrapped = partial(self.precision_plugin._wrap_closure, self.module, optimizer, closure)
         output = self._training.update(optimizer, wrapped, **kwargs)
         if is_last_step(self.module.trainer):  # before validation and checkpoints see the model
-            self._calibrate(self.module.trainer.global_step + 1)  # Lightning counts it later
+            _calibrate(self, self.module.trainer.global_step + 1)  # Lightning counts it later
         return output
-
-    def _calibrate(self, steps: int, *, is_late: bool = False) -> None:
-        """Calibrate what the run releases, after so many steps: the average, if there is one."""
-        assert self._run is not None
-        if self._run.budget.run.calibration is None:
-            return
-        self.averaging.note_steps(steps)
-        self._show_average(True)
-        self._run.calibration.finish(is_late=is_late)
-        self._show_average(False)
 
     @override
     def on_validation_start(self) -> None:
@@ -260,6 +250,18 @@ class DPSparseStrategy(ShardedCheckpoints):
         if self._run is not None:
             self._run.close()
         super().teardown()
+
+
+def _calibrate(strategy: DPSparseStrategy, steps: int, *, is_late: bool = False) -> None:
+    """Calibrate what a run releases, after so many steps: the average, if there is one."""
+    run = strategy._run
+    assert run is not None
+    if run.budget.run.calibration is None:
+        return
+    strategy.averaging.note_steps(steps)
+    strategy._show_average(True)
+    run.calibration.finish(is_late=is_late)
+    strategy._show_average(False)
 
 
 def _save_if_ended_early(run: PrivateRun, trainer: Trainer) -> None:
