@@ -73,7 +73,9 @@ def test_mlflow_gets_the_report_of_each_run(one_rank: Ranks, tmp_path: Path) -> 
 
 
 def run_with_wandb(folder: Path) -> tuple[str, str]:
-    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    # Its service takes long to start on a busy machine.
+    patience = {"WANDB_X_SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", **patience)
     import wandb
 
     logger = WandbLogger(project="clicks", save_dir=str(folder))
