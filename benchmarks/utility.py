@@ -333,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, default=3, help="runs of everything: seeds 0, 1, ...")
     add("--generator-seed", type=int, help="one for all runs; 101 to choose settings on")
     add("--movielens", type=Path, default=Path("data/ml-1m"), help="MovieLens, unpacked")
-    add("--criteo", type=Path, help="a folder that `lightning-dpsparse prepare criteo` wrote")
+    add("--criteo", type=Path, help="a folder with examples.npy, which `prepare criteo` wrote")
     add("--json", type=Path, required=True, help="results: read first, then appended to")
     add("--table", action="store_true", help="run nothing, and print what --json holds")
     add(

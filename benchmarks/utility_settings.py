@@ -1,7 +1,8 @@
 """What `benchmarks.utility` trains on, and the ways to train that it compares.
 
-A `Task` is a data set with a model and the settings of its recipe. A `Variant` says what is changed
-of these settings, and `Task.setting` puts the two together.
+A `Task` is a data set with a model and the settings of its recipe as they were before any lever was
+tried: they stay here when the recipe gets better ones. A `Variant` says what is changed of these
+settings, and `Task.setting` puts the two together.
 """
 
 from __future__ import annotations
