@@ -16,6 +16,7 @@ from benchmarks import utility
 from benchmarks.harness import append_json_line
 from benchmarks.tradeoff import read_json_lines
 from benchmarks.utility_settings import VARIANTS, tasks
+from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS, SyntheticClicks
 from lightning_dpsparse.refused import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,19 @@ def test_a_generator_seeds_synthetic_data_alone(tmp_path: Path) -> None:
     assert seeds == {("movielens", s, None) for s in range(3)} | {("demo", s, s) for s in range(3)}
 
 
+def test_other_generator_seeds_are_other_clicks(tmp_path: Path) -> None:
+    demo = tasks(options(tmp_path, "--quick"))["demo"]
+    setting = demo.setting(VARIANTS["demo"])
+    data = {seed: demo.data(setting, seed) for seed in (0, 101)}
+    for part in ("train_set", "val_set"):
+        ids = [getattr(each, part).__getitems__(range(100)).ids_L for each in data.values()]
+        assert (ids[0] != ids[1]).any()
+    # What is validated on comes after what is trained on, and is not part of it.
+    stream = SyntheticClicks(0, 12_288, ADAFEST_NUM_ROWS, examples_per_day=1_000_000, seed=101)
+    held_out = data[101].val_set.__getitems__(range(4_096))
+    assert (held_out.ids_L == stream.__getitems__(range(8_192, 12_288)).ids_L).all()
+
+
 def test_the_table_has_means_errors_and_gains_at_the_same_seed(tmp_path: Path) -> None:
     rows = [run("demo", seed, auc) for seed, auc in enumerate((0.70, 0.72, 0.74))]
     rows += [run("epochs4", seed, auc) for seed, auc in enumerate((0.72, 0.74))]
@@ -178,7 +192,7 @@ def test_the_command_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["variant"] for row in rows] == ["demo", "best"]
     for row in rows:
-        assert 15.9 < row["epsilon"] <= row["target"] == 16.0  # the report's claim
+        assert 15.9 < row["epsilon"] < row["target"] == 16.0  # the claim, not the wish
         assert 0.4 < row["auc"] < 0.8
         assert row["data"] == "demo-quick"
     assert [row["steps"] for row in rows] == [16, 64]
