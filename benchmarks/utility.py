@@ -10,7 +10,8 @@ criteo     the demo's DLRM on logs that `lightning-dpsparse prepare criteo` wrot
 Settings of a variant are chosen on data of generator seed 101 (--generator-seed 101), and reported
 on data of seeds 0, 1, 2: a run's seed is its generator's too, unless told. The table and the plot
 never mix the two. MovieLens and Criteo have no generator: only the seed of training changes there,
-and what is tuned on them is tuned on what is reported.
+and what is tuned on them is tuned on what is reported. Use one results file for each release or
+sample of them: a run does not know one from another.
 
 Runs take minutes to hours. Each is appended to --json when it ends, and one that is there with the
 same settings is not repeated, so that the command may be stopped and started again at any time.
@@ -113,6 +114,7 @@ def train(
     return {
         "epsilon": None if run is None else run["guarantee"]["epsilon"],
         "noise_multiplier": None if run is None else run["ran"]["noise_multiplier"],
+        "examples": len(data.train_set),
         "epochs": setting.epochs,
         "steps": steps,
         **{name: round(found[key], 5) if key in found else None for name, key in METRICS.items()},
@@ -278,9 +280,10 @@ def plot(table: Sequence[Row], path: Path) -> None:
 
     names = list(dict.fromkeys(row["data"] for row in table))
     figure, panels = plt.subplots(
-        1, len(names), figsize=(6.4 * len(names), 4.6), layout="constrained", squeeze=False
+        1, len(names), figsize=(7.4 * len(names), 4.6), layout="constrained", squeeze=False
     )
     colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(VARIANTS)}
+    colours["best"] = "black"
     for axes, data in zip(panels[0], names):
         here = [row for row in table if row["data"] == data]
         for variant, colour in colours.items():
@@ -303,8 +306,14 @@ def plot(table: Sequence[Row], path: Path) -> None:
                 )
         score = "AUC" if here[0]["auc"] is not None else "recall@10"
         axes.set(xscale="log", xlabel="ε", ylabel=f"validation {score}", title=data)
+        targets = sorted({row["target"] for row in here if row["target"] is not None})
+        if targets:
+            axes.set_xticks(targets, [f"{target:g}" for target in targets])
+            axes.set_xticks([], minor=True)
+            axes.set_xlim(targets[0] / 1.2, targets[-1] * 1.2)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small", title="variant (seeds)")
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        axes.legend(frameon=False, fontsize="small", title="variant (seeds)", **beside)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
