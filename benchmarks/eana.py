@@ -48,6 +48,12 @@ Row = dict[str, Any]
 ML_1M_ITEMS = 3706  # movies that somebody rated; used where no movies.dat says how many there are
 
 
+def movielens(folder: str, **settings: Any) -> MovieLensData:
+    """MovieLens, with the movies of its catalogue if that is there."""
+    has_movies = any(Path(folder, f"movies.{end}").is_file() for end in ("csv", "dat"))
+    return MovieLensData(folder, num_items=None if has_movies else ML_1M_ITEMS, **settings)
+
+
 @dataclass(frozen=True)
 class Run:
     """A way to train."""
@@ -90,8 +96,7 @@ class Leakage:
         shared: Row = {"batch_size": self.batch, "examples_per_user": self.examples_per_user}
         if self.folder is None:
             return SyntheticMovieLens(num_users=self.users, **shared)
-        has_movies = any(Path(self.folder, f"movies.{end}").is_file() for end in ("csv", "dat"))
-        return MovieLensData(self.folder, num_items=None if has_movies else ML_1M_ITEMS, **shared)
+        return movielens(self.folder, **shared)
 
     def described(self) -> Row:
         """For the results: all that makes two runs comparable, and no path."""

@@ -166,6 +166,14 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
 
 
+def print_markdown(rows: Sequence[dict[str, Any]]) -> None:
+    """The same table as a document holds it."""
+    names = list(rows[0])
+    cells = [[_cell(row[name]) for name in names] for row in rows]
+    for line in (names, ["---"] * len(names), *cells):
+        print(f"| {' | '.join(line)} |")
+
+
 def _cell(value: Any) -> str:
     return (
         f"{value:,.3f}"
@@ -178,6 +186,14 @@ def _cell(value: Any) -> str:
 
 def write_json_lines(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_json_line(row: dict[str, Any], path: Path) -> None:
+    """Add a row to a file. It is on disk when this returns, whatever happens to what comes next."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def bar_plot(rows: Sequence[dict[str, Any]], value: str, title: str, path: Path) -> None:

@@ -197,16 +197,16 @@ def through_lightning(
 
 
 def trainer_for(
-    strategy: DPSparseStrategy, folder: str, callbacks: Sequence[Callback] = ()
+    strategy: DPSparseStrategy, folder: str, callbacks: Sequence[Callback] = (), epochs: int = 1
 ) -> Trainer:
-    """Nothing but training, once through what it is fed, and validation if it is given any."""
+    """Nothing but training on what it is fed, and validation if it is given any."""
     return Trainer(
         strategy=strategy,
         callbacks=list(callbacks),
         default_root_dir=folder,
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
