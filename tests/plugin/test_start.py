@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,29 +15,16 @@ from tests.support.ranks import Ranks
 LEARNS = 1e-3  # 12 sqrt(5) / 0.001 = 27,000: far above the line
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def start(world: int, plan: PrivacyPlan, folder: Path) -> tuple[list[str], list[str]]:
-    """What was logged and what was warned of. Runs inside a rank."""
-    handler, logger = Heard(), logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(world, plan, folder)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return handler.texts, [str(warning.message) for warning in caught]
+    """What is said and what is warned of. Runs inside a rank."""
+    said: list[str] = []
+    with (
+        mock.patch("lightning_dpsparse.plugin.private_run.rank_zero_info", said.append),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        fit(world, plan, folder)
+    return said, [str(warning.message) for warning in caught]
 
 
 def plan_with(noise: float, unit: Users | None = None) -> PrivacyPlan:
@@ -48,8 +35,8 @@ def test_a_batch_of_users_is_announced(one_rank: Ranks, two_ranks: Ranks, tmp_pa
     """By the public cap. How many examples the users really have is not said."""
     plan = plan_with(LEARNS, Users(max_examples=2))
     for ranks, world in ((one_rank, 1), (two_ranks, 2)):
-        logged, _ = ranks.run(start, world, plan, tmp_path)[0]
-        (line,) = (text for text in logged if "drawn with all their examples" in text)
+        said, _ = ranks.run(start, world, plan, tmp_path)[0]
+        (line,) = (text for text in said if "drawn with all their examples" in text)
         assert "about 12 users with up to 2 examples each, that is up to about 24" in line
         assert "The batch size counts users" in line
 
@@ -58,9 +45,9 @@ def test_a_batch_of_users_is_announced(one_rank: Ranks, two_ranks: Ranks, tmp_pa
 def test_a_batch_of_examples_needs_no_words(
     one_rank: Ranks, tmp_path: Path, unit: Users | None
 ) -> None:
-    logged, _ = one_rank.run(start, 1, plan_with(LEARNS, unit), tmp_path)[0]
-    assert any(text.startswith("Privacy: DPSGD") for text in logged)
-    assert not any("counts users" in text for text in logged)
+    said, _ = one_rank.run(start, 1, plan_with(LEARNS, unit), tmp_path)[0]
+    assert any(text.startswith("Privacy: DPSGD") for text in said)
+    assert not any("counts users" in text for text in said)
 
 
 def warnings_of_noise(warned: list[str]) -> list[str]:
