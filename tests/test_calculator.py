@@ -111,7 +111,7 @@ def test_account_knows_users_and_truncation(
 def test_calibrate_says_what_more_epochs_cost(capsys: pytest.CaptureFixture[str]) -> None:
     demo = ["--examples", "2000000", "--batch", "8192", "--delta", "1e-8"]
     found = answer(capsys, "calibrate", "--epsilon", "8", *demo, "--epochs", "1")
-    assert found["steps"] == 245  # as in recipes/dlrm_lazydp.yaml
+    assert found["steps"] == 245  # an epoch of recipes/dlrm_lazydp.yaml
     rows = found["epochs"]
     assert [row["epochs"] for row in rows] == [1, 2, 4, 8, 16]
     assert [row["steps"] for row in rows] == [245 * row["epochs"] for row in rows]
