@@ -147,7 +147,9 @@ class RunCalibration:
         try:
             found = self._found(step)
         except Exception as error:  # the model must not be lost with its last touch
-            rank_zero_warn(f"The model was not calibrated: {error}")
+            # The words of somebody else's error may hold a value of an example.
+            why = error if isinstance(error, Refused) else f"{type(error).__name__} in its pass"
+            rank_zero_warn(f"The model was not calibrated: {why}")
             found = None
         self._guard.check("in the calibration's pass over the data")
         self._state = {"step": step} if found is None else {"step": step, **vars(found)}

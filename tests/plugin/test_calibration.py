@@ -344,7 +344,8 @@ def test_a_query_that_breaks_off_is_charged_and_leaves_the_model(
     one_rank: Ranks, tmp_path: Path
 ) -> None:
     result, said = one_rank.run(_broken, tmp_path)[0]
-    assert any("was not calibrated: the data is broken" in words for words in said)
+    assert any("was not calibrated: RuntimeError" in words for words in said)
+    assert not any("the data is broken" in words for words in said)  # it may be about somebody
     assert charges(result) == [(STEP, 5), (QUERY, 1)]
     assert result["found"] == {"step": 5}
     assert (tmp_path / "step=5.ckpt").is_dir()
