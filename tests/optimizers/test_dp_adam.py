@@ -124,8 +124,8 @@ def test_it_is_the_naive_sum_over_all_steps(weight_decay: float, floor: float | 
         schedule.step()
     for value, start, past, pair in zip(values, parameters(), history, betas):
         expected = naive(start, past, pair, floor, weight_decay)
-        # 60 roundings of weights below 2, 6e-8 each in the mean; and steps of at most 0.02, in which
-        # a second moment that is 2e-7 off moves a denominator by 1e-6 at the lowest floor.
+        # 60 roundings of weights below 2, 6e-8 each in the mean; and steps of at most 0.02, in
+        # which a second moment that is 2e-7 off moves a denominator by 1e-6 at the lowest floor.
         torch.testing.assert_close(value.detach().double(), expected, rtol=0, atol=2e-6)
 
 
@@ -274,7 +274,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     values = parameters()
     adam = torch.optim.Adam(values)
     take(adam, values, list(gradients(0)))
-    with pytest.raises(Refused, match="Expected a state of DPAdam.*noise is in it is not known"):
+    with pytest.raises(Refused, match=r"Expected a state of DPAdam.*noise is in it is not known"):
         DPAdam(values).load_state_dict(adam.state_dict())
 
 
