@@ -178,11 +178,10 @@ def test_the_denominator_is_the_signal_and_not_the_noise(signal: float) -> None:
     adam: Any = torch.optim.Adam([plain], betas=(0.9, beta2))
     for _ in range(500):
         gradient = noise * (signal + torch.randn(SIZE))
-        found, usual = (
-            denominators(o, v, gradient) for o, v in ((optimizer, value), (adam, plain))
-        )
-    # A square of g + N(0, 1) has the variance 2 + 4 g^2: with weights, r_t^2 (1 + 2 g^2). Nothing is
-    # at the floor, and a mean of 20,000 has five standard deviations to be off. eps adds 2e-6.
+        found = denominators(optimizer, value, gradient)
+        usual = denominators(adam, plain, gradient)
+    # A square of g + N(0, 1) has the variance 2 + 4 g^2: with weights, r_t^2 (1 + 2 g^2). Nothing
+    # is at the floor, and a mean of 20,000 may be five standard deviations off. eps adds 2e-6.
     stddev = moment_stddev(beta2, 500) * math.sqrt(1 + 2 * signal**2)
     tolerance = 5 * stddev / math.sqrt(SIZE) + 1e-5
     assert abs(float((found / noise).square().mean()) - signal**2) < tolerance
