@@ -107,6 +107,10 @@ class PrivacyPlan:
     clip_norm: float = 1.0
     """C: the most that one unit may move the sum of gradients."""
 
+    dense_scale: float = 1.0
+    """Noise on dense layers over noise on tables. Dense gradients are divided by it before they are
+    clipped, so that they leave more of clip_norm to the tables, and multiplied by it at the end."""
+
     epsilon: float | None = None
     """The target. Noise is calibrated to it, and no step is taken that would exceed it."""
 
@@ -226,6 +230,7 @@ class PrivacyPlan:
     def _check_noise(self) -> None:
         if not (is_number(self.clip_norm) and float(self.clip_norm) == math.inf):
             check_number("clip_norm", self.clip_norm, above=0, remedy="The default is 1.0.")
+        check_number("dense_scale", self.dense_scale, least=1e-6, most=1e6, remedy="Try 2 or 4.")
         if self.epsilon is None and self.noise_multiplier is None:
             raise Refused("Expected epsilon or noise_multiplier, found neither. Set one of them.")
         if self.epsilon is not None:

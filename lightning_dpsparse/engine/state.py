@@ -111,6 +111,9 @@ class StepNoise:
     source: NoiseSource
     stddev: float
     """Standard deviation of the noise on each number of the mean gradient."""
+    dense_scale: float = 1.0
+    """What the mean gradient of dense layers, noise included, is multiplied by when it is released:
+    it was divided by as much before it was clipped."""
 
 
 class TableState:
@@ -235,7 +238,10 @@ class MechanismState:
         return self.mechanism.choose_rows(batch) or [None] * len(batch.reads)
 
     def add_dense_noise_(self, flat_N: Tensor, step: int) -> None:
-        """Add the step's noise to the clipped sums of all dense layers, equally on every rank."""
+        """Add the step's noise to the clipped sums of all dense layers, equally on every rank.
+
+        They are in the unit in which they were clipped: `noise.dense_scale` comes afterwards.
+        """
         if self.noise.stddev and flat_N.numel():
             stream = Stream("gradient", "dense layers", step)
             self.noise.source.add_(flat_N[None], stream, self.noise.stddev)

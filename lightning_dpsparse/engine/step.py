@@ -6,6 +6,10 @@ lookups ended in detached leaves, and every dense call was recorded. What remain
 once for every part of the batch that fits in memory, and one `release`. The form of a dense weight
 decides what is released of it, in norms, sums and noise alike (dense.py). By default this is the
 gradient itself.
+
+Gradients of dense layers may be taken in another unit than those of tables: divided by a public
+`dense_scale` when they are clipped, and multiplied by it once they have their noise. They then take
+less of an example's norm and get more noise, in one Gaussian query all the same.
 """
 
 from __future__ import annotations
@@ -45,14 +49,17 @@ class StepConfig:
     noise: NoiseSource
     diagnose: bool = False
     """Whether to count the units that are clipped. These counts are not private."""
+    dense_scale: float = 1.0
+    """What gradients of dense layers are divided by before everything, and multiplied by after."""
 
     def open(self, kernels: Sequence[TableKernel]) -> MechanismState:
         """Open the mechanism's state for a run on these kernels."""
-        return self.mechanism.open(kernels, StepNoise(self.noise, self.noise_stddev))
+        noise = StepNoise(self.noise, self.noise_stddev, self.dense_scale)
+        return self.mechanism.open(kernels, noise)
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation of the noise on the mean gradient: sigma C / (q N)."""
+        """Standard deviation of the noise on the mean gradient of tables: sigma C / (q N)."""
         if self.noise_multiplier == 0:
             return 0.0  # the clip norm may be infinite
         sigma = self.mechanism.gradient_noise(self.noise_multiplier)
@@ -77,7 +84,8 @@ class Clipped:
     tables: list[list[RowGradient]]
     """The sums on the rows that take part, for every read and each of its stacks of tables."""
     dense: Tensor
-    """The sums of all dense parameters end to end, each in its form, over this rank's examples."""
+    """The sums of all dense parameters end to end, each in its form and divided by the dense scale,
+    over this rank's examples."""
     units_clipped: Tensor | None = None
     """Number of units that were clipped, and of all units; None unless the config asks for it."""
     word: float = 0.0
@@ -115,7 +123,8 @@ def clipped_sums(
     `whole_batch` is the batch that these examples are a part of; None if they are all of it.
 
     Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
-    layers together, by at most clip_norm / expected_batch in norm. The divisor is a constant of the
+    layers (these divided by the dense scale) together, by at most clip_norm / expected_batch in
+    norm. The divisor is a constant of the
     run, never the number of units drawn.
     """
     # 1. One backward pass leaves a gradient at every lookup and at every dense call. What follows
@@ -180,7 +189,7 @@ def _clip_and_add(
     )
     mine_Kn = [squares_B[mine] for squares_B in squares_KB]
     for name, squares_n in dense.square_norms(loss_n.numel(), first_of_unit_n):
-        mine_Kn[group[name]].add_(squares_n)
+        mine_Kn[group[name]].add_(squares_n, alpha=config.dense_scale**-2)
     ranks.sum(totals)
 
     # 4. All examples of a unit get the same factor. A unit that overflowed anywhere counts nowhere.
@@ -212,7 +221,7 @@ def _clip_and_add(
         )
         for read, lookup, choice in zip(reads, lookups, choices)
     ]
-    factors_Kn = [f_B[mine] for f_B in factors_KB]
+    factors_Kn = [f_B[mine] / config.dense_scale for f_B in factors_KB]
     flat = dense.new_flat() if out is None else out
     for name, piece in dense.pieces(flat).items():
         dense.clipped_sum(name, factors_Kn[group[name]], out=piece)
@@ -229,7 +238,8 @@ def release(
 ) -> None:
     """Add noise, update the tables, and leave the dense gradients in `.grad`.
 
-    g~ = clipped sum + N(0, (sigma C / expected batch)^2), both rounded to one public grid
+    g~ = clipped sum + N(0, (sigma C / expected batch)^2), both rounded to one public grid;
+    dense layers were clipped as g / s, and get s g~
 
     Guarantees: no optimizer sees anything but g~, and each row and parameter sees it once.
     """
@@ -237,6 +247,8 @@ def release(
     if clipped.dense.numel():
         ranks.sum(clipped.dense)
     state.add_dense_noise_(clipped.dense, step)
+    if state.noise.dense_scale != 1:
+        clipped.dense.mul_(state.noise.dense_scale)
     for parameter, released in dense.gradients(clipped.dense):
         parameter.grad = released
 

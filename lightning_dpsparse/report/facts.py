@@ -124,6 +124,7 @@ def _ran(run: RunPlan, ledger: Ledger, ranks: int) -> dict[str, Any]:
         )
         if run.noise_multiplier
         else 0.0,
+        "dense_scale": plan.dense_scale,
         "noise_source": plan.noise_source,
         "sampling": _sampling(run),
         "num_units": run.num_units,

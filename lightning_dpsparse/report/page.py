@@ -21,6 +21,7 @@ _LABELS = {
     "clip_norm": "Clip norm C",
     "noise_multiplier": "Noise multiplier σ",
     "noise_stddev": "Noise standard deviation",
+    "dense_scale": "Noise on dense layers, over that on tables",
     "num_units": "Units in the training data",
     "sampling_rate": "Sampling rate q",
     "max_batch": "Largest batch allowed",

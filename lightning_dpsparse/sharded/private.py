@@ -57,6 +57,7 @@ class PrivateSteps:
             run.expected_batch,
             plan.make_source(key),
             diagnose,
+            plan.dense_scale,
         )
         self.dense = PrivateDense(module, plan.dense)
         check_price(self.rounding_price)

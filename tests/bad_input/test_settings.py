@@ -72,6 +72,7 @@ PLANS = [
     *rows(PrivacyPlan, NOISY, "dense", ["x", None, 3, DPSGD()], "dense"),
     *rows(PrivacyPlan, NOISY, "clipping", ["flat", None, 3, FlatClipping], "clipping"),
     *rows(PrivacyPlan, NOISY, "clip_norm", NOT_POSITIVE, "clip_norm"),
+    *rows(PrivacyPlan, NOISY, "dense_scale", (*NOT_POSITIVE, 1e7), "dense_scale"),
     *rows(PrivacyPlan, NOISY, "epsilon", but(NOT_POSITIVE, None), "epsilon"),
     *rows(PrivacyPlan, NOISY, "delta", but(NOT_FINITE, None), "delta between 0 and 1"),
     *rows(PrivacyPlan, NOISY, "delta", (-1.0, 0.0, 1.0, 2), "delta between 0 and 1"),

@@ -34,9 +34,17 @@ def sequence_of(examples: list[Any], vectors: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def clipped_sum(
-    examples: list[Any], clipping: Any, clip_norm: float, weighted: bool, pooled: bool = True
+    examples: list[Any],
+    clipping: Any,
+    clip_norm: float,
+    weighted: bool,
+    pooled: bool = True,
+    dense_scale: float = 1.0,
 ) -> Tensor:
-    """Everything that would be released, without noise, as one long vector."""
+    """Everything that would be released, without noise, as one long vector.
+
+    Dense layers are in the unit in which they get their noise: divided by `dense_scale`.
+    """
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(12, 3), nn.LayerNorm(3), nn.Linear(3, 1)).double()
     size = len(examples)
@@ -53,13 +61,20 @@ def clipped_sum(
             x = x.index_add(0, bag, leaf * weight[:, None]).view(size, 12)
         loss = dense(x).squeeze(1).square() * scale + (x * scale[:, None]).sum(1)
     config = StepConfig(
-        EANA(), clipping, clip_norm, 0.0, expected_batch=7.0, noise=FastNoise(RunKey.fixed(0))
+        EANA(),
+        clipping,
+        clip_norm,
+        0.0,
+        expected_batch=7.0,
+        noise=FastNoise(RunKey.fixed(0)),
+        dense_scale=dense_scale,
     )
     ranks = Ranks(size, 0, lambda tensor: None)
     state = open_on_paper(config, read)
     sums = clipped_sums(loss, [read], capture, config, state, ranks, 0)
     release(sums, [read], capture, state, ranks, 0)
-    released = [*read.applied, *(p.grad for p in dense.parameters() if p.grad is not None)]
+    gradients = [p.grad for p in dense.parameters() if p.grad is not None]
+    released = [*read.applied, *(gradient / dense_scale for gradient in gradients)]
     if not read.applied:
         released = [torch.zeros(5, 4), torch.zeros(3, 4), *released]
     return torch.cat([tensor.double().flatten() for tensor in released]) * 7.0
@@ -73,6 +88,7 @@ def clipped_sum(
     clip_norm=st.sampled_from([0.1, 1.0, 30.0]),
     weighted=st.booleans(),
     pooled=st.booleans(),
+    dense_scale=st.sampled_from([1.0, 0.2, 5.0]),
 )
 def test_removing_one_example_moves_the_sum_by_at_most_clip_norm(
     examples: list[Any],
@@ -81,19 +97,21 @@ def test_removing_one_example_moves_the_sum_by_at_most_clip_norm(
     clip_norm: float,
     weighted: bool,
     pooled: bool,
+    dense_scale: float,
 ) -> None:
     removed %= len(examples)
     rest = [e for i, e in enumerate(examples) if i != removed]
-    everyone = clipped_sum(examples, clipping, clip_norm, weighted, pooled)
-    others = clipped_sum(rest, clipping, clip_norm, weighted, pooled)
+    everyone = clipped_sum(examples, clipping, clip_norm, weighted, pooled, dense_scale)
+    others = clipped_sum(rest, clipping, clip_norm, weighted, pooled, dense_scale)
     assert everyone.isfinite().all()
     assert torch.linalg.vector_norm(everyone - others) <= clip_norm * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
 @pytest.mark.parametrize("clipping", CLIPPINGS, ids=lambda c: type(c).__name__)
-def test_the_bound_is_reached(clipping: Any, pooled: bool) -> None:
+@pytest.mark.parametrize("dense_scale", [1.0, 5.0])
+def test_the_bound_is_reached(dense_scale: float, clipping: Any, pooled: bool) -> None:
     """A bound that nothing comes near would prove little."""
     big = (([1, 1], [1], [0]), [float(i) for i in range(12)], 50.0)
-    moved = torch.linalg.vector_norm(clipped_sum([big], clipping, 1.0, False, pooled))
+    moved = torch.linalg.vector_norm(clipped_sum([big], clipping, 1.0, False, pooled, dense_scale))
     assert moved == pytest.approx(1.0, rel=1e-3)

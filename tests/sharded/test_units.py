@@ -9,7 +9,7 @@ import torch
 
 from lightning_dpsparse import Placement
 from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
-from tests.support.naive_step import Batches, automatic, grouped, naive, plan, run
+from tests.support.naive_step import Batches, automatic, grouped, naive, plan, run, scaled
 from tests.support.plain_training import PLACEMENTS, SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.tiny_model import (
@@ -51,13 +51,19 @@ def test_four_ranks_on_two_hosts_are_the_naive_step_over_users(
 
 
 @pytest.mark.parametrize(
-    ("clipping", "factors"), [(AutomaticClipping(), automatic), (GROUPS, grouped)]
+    ("settings", "factors"),
+    [
+        ({"clipping": AutomaticClipping()}, automatic),
+        ({"clipping": GROUPS}, grouped),
+        ({"dense_scale": 3.0}, scaled(3.0)),
+    ],
+    ids=["automatic", "groups", "dense_scale"],
 )
 def test_other_clipping_is_the_naive_step_over_users(
-    two_ranks: Ranks, clipping: Any, factors: Any
+    two_ranks: Ranks, settings: dict[str, Any], factors: Any
 ) -> None:
     units = UNITS["uneven"]
-    start, end = run_users(two_ranks, units, PLACEMENTS["mixed"], plan(clipping=clipping))
+    start, end = run_users(two_ranks, units, PLACEMENTS["mixed"], plan(**settings))
     assert_close(end, naive_users(start, units, factors=factors), 2e-6)
 
 

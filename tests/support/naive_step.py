@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,6 +102,17 @@ def automatic(names: list[str], each: Any, clip_norm: float) -> list[float]:
     return [clip_norm / (norm + 0.01)] * len(names)
 
 
+def scaled(dense_scale: float) -> Callable[[list[str], Any, float], list[float]]:
+    """One norm of all, in which dense layers are divided by `dense_scale`."""
+
+    def factors(names: list[str], each: Any, clip_norm: float) -> list[float]:
+        shares = [1.0 if name.startswith("bags.") else dense_scale for name in names]
+        norm = math.sqrt(sum(float((g / s).square().sum()) for g, s in zip(each, shares)))
+        return [min(1.0, clip_norm / norm)] * len(names)
+
+    return factors
+
+
 def grouped(names: list[str], each: Any, clip_norm: float) -> list[float]:
     """Tables t0 and t1 in one group of share 3, all else in another of share 4."""
     first = [name.startswith(("bags.t0", "bags.t1")) for name in names]
@@ -131,7 +142,7 @@ def add_replayed_noise(model: Reference, batch: Any, noisy: PrivacyPlan, step: i
     flat_noise = torch.empty(1, sum(p.numel() for p in dense))
     source.fill_(flat_noise, Stream("gradient", "dense layers", step), stddev)
     for parameter, piece in zip(dense, flat_noise[0].split([p.numel() for p in dense])):
-        parameter.grad += piece.view_as(parameter)
+        parameter.grad += piece.view_as(parameter) * noisy.dense_scale
 
 
 def rounding_price(model: Reference, example: Any, noisy: PrivacyPlan | None) -> float:
