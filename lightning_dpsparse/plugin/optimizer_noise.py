@@ -1,9 +1,9 @@
 """Optimizers that reckon with noise are told how much of it there is.
 
-The noise on dense gradients is known once the plan has met its data: sigma C / expected batch. An
-optimizer that has a method `set_noise_stddev` is told at the start of every run, and of training
-without a plan, where it is zero. It is told anew when a run goes on from a checkpoint: the noise
-may be another then. What is told is public.
+The noise on dense gradients is known once the plan has met its data: sigma C / expected batch,
+times the plan's dense scale. An optimizer that has a method `set_noise_stddev` is told at the start
+of every run, and of training without a plan, where it is zero. It is told anew when a run goes on
+from a checkpoint: the noise may be another then. What is told is public.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tell_noise(optimizers: Iterable[Optimizer], state: MechanismState | None) ->
                 "noise in a way of its own. Use torch.optim.Adam."
             )
         else:
-            tell(state.noise.stddev)
+            tell(state.noise.dense_stddev)
 
 
 def _listening(

@@ -79,6 +79,35 @@ def test_it_is_told_the_noise_of_the_plan(one_rank: Ranks, mechanism: Any) -> No
         assert float(found) == pytest.approx((2.0 * 0.5 / EXPECTED) ** 2)
 
 
+class OnlyNoise(Adaptive):
+    """Examples have no gradient. Keeps the gradients that its optimizer gets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * 0.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = [*getattr(self, "seen", []), self.head.hidden.weight.grad.flatten().clone()]
+
+
+def noise_and_told(private: PrivacyPlan) -> tuple[torch.Tensor, float]:
+    """Runs inside a rank."""
+    torch.manual_seed(0)
+    module, trainer = OnlyNoise(), make_trainer(1, None, SGD, privacy=private)
+    trainer.fit(module, Batches(SIZES["uneven"], None))
+    optimizer: Any = trainer.optimizers[0]
+    return torch.cat(module.seen), optimizer.noise_stddev
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_what_it_is_told_is_the_noise_that_there_is(one_rank: Ranks, scale: float) -> None:
+    """Where dense layers are clipped in a unit of their own, too."""
+    noise, told = one_rank.run(noise_and_told, plan(noise=2.0, dense_scale=scale))[0]
+    assert told == pytest.approx(scale * 2.0 * 0.5 / EXPECTED)
+    # Five standard deviations of the standard deviation of so many normal numbers.
+    assert float(noise.std()) == pytest.approx(told, rel=5 / (2 * noise.numel()) ** 0.5)
+    assert noise.numel() > 1000
+
+
 @pytest.mark.parametrize("name", ["mixed", "row_wise"])
 def test_two_ranks_have_equal_weights_and_are_one_rank(
     one_rank: Ranks, two_ranks: Ranks, name: str
