@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Selection,
     )
     from lightning_dpsparse.mechanisms.sparse_dpsgd import SparseDPSGD
+    from lightning_dpsparse.optimizers.dp_adam import DPAdam
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.averaging import AverageWeights
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
@@ -50,6 +51,7 @@ _HOME = {
     "Selection": "lightning_dpsparse.mechanisms.selection",
     "AutomaticClipping": "lightning_dpsparse.engine.clipping",
     "AverageWeights": "lightning_dpsparse.plugin.averaging",
+    "DPAdam": "lightning_dpsparse.optimizers.dp_adam",
     "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
     "FlatClipping": "lightning_dpsparse.engine.clipping",
@@ -78,6 +80,7 @@ __all__ = [
     "AdaFESTPlus",
     "AutomaticClipping",
     "AverageWeights",
+    "DPAdam",
     "DPSparseStrategy",
     "DenseGaussian",
     "ExponentialSelection",

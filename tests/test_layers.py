@@ -25,6 +25,7 @@ ORDER = [
     "sampling",
     "engine",
     "mechanisms",
+    "optimizers",
     "estimators",
     "plan",
     "run_plan",

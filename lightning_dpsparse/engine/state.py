@@ -115,6 +115,11 @@ class StepNoise:
     """What the mean gradient of dense layers, noise included, is multiplied by when it is released:
     it was divided by as much before it was clipped."""
 
+    @property
+    def dense_stddev(self) -> float:
+        """Standard deviation of the noise on each number of a dense gradient that is released."""
+        return self.stddev * self.dense_scale
+
 
 class TableState:
     """What a mechanism keeps for the tables of one kernel on this rank.

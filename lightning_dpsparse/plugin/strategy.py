@@ -28,6 +28,7 @@ from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.averaging import Averaging
 from lightning_dpsparse.plugin.checkpoints import ShardedCheckpoints
 from lightning_dpsparse.plugin.history import keep_history
+from lightning_dpsparse.plugin.optimizer_noise import check_noise_fits, tell_noise
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
@@ -126,6 +127,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         self._plain = self._training = None
         self.averaging.begin(self.module)
         super().setup_optimizers(trainer)
+        check_noise_fits(self.optimizers, plan)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -141,8 +143,11 @@ class DPSparseStrategy(ShardedCheckpoints):
         remaining = None
         if self._run is None:
             self._plain = PlainTraining(self.module)
+            tell_noise(self.optimizers, None)
         else:
             self._run.start(self.module)
+            assert self._run.stepper is not None
+            tell_noise(self.optimizers, self._run.stepper.state)
             self._run.ledger.end_if_spent(self.module.trainer.global_step)
             if self.averaging.settings is not None:
                 self._run.evidence.averaged = self.averaging.settings.describe()

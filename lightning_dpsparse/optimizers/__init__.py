@@ -1,0 +1,1 @@
+"""Optimizers of dense layers that know of the noise on their gradients."""
