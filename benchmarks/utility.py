@@ -26,100 +26,19 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, seed_everything
-from torch.optim.lr_scheduler import LinearLR
-
 from benchmarks.harness import append_json_line, print_markdown
-from benchmarks.step_time import get_ready, trainer_for
+from benchmarks.step_time import get_ready
 from benchmarks.tradeoff import read_json_lines, standard_error
-from benchmarks.utility_settings import VARIANTS, Setting, Task, tasks
-from lightning_dpsparse import (
-    AverageWeights,
-    DPSparseStrategy,
-    FusedOptimizer,
-    LazyDP,
-    LogitCalibration,
-    PrivacyPlan,
-    Users,
-)
-from lightning_dpsparse.models.base import RecommenderModule
+from benchmarks.utility_run import METRICS, train
+from benchmarks.utility_settings import VARIANTS, Task, tasks
 from lightning_dpsparse.refused import Refused
 
 Row = dict[str, Any]
-METRICS = {
-    "auc": "val_auroc",
-    "log_loss": "val_log_loss",
-    "calibration": "val_calibration",
-    "recall@10": "val_recall@10",
-}
-"""Names in the results, and in the model's log. Predicted over real clicks is the calibration."""
-
-
-# ---- one run ------------------------------------------------------------------------------------
-
-
-def plan_for(setting: Setting, target: float | None) -> PrivacyPlan | None:
-    if setting.privacy == "none":
-        return None
-    return PrivacyPlan(
-        mechanism=LazyDP(),
-        clip_norm=setting.clip_norm,
-        epsilon=target,
-        noise_multiplier=0.0 if setting.privacy == "clipping" else None,
-        calibration=LogitCalibration() if setting.calibrated else None,
-        unit=Users(max_examples=setting.users) if setting.users else "example",
-    )
-
-
-def module_for(task: Task, setting: Setting, num_rows: list[int]) -> RecommenderModule:
-    settings: Row = {"optimizer": lambda p: torch.optim.Adagrad(p, lr=setting.dense_rate)}
-    if setting.schedule == "linear":
-        settings["lr_scheduler"] = lambda optimizer: LinearLR(
-            optimizer, 1.0, 0.0, int(module.trainer.estimated_stepping_batches)
-        )
-    if setting.base_rate is not None:
-        settings["base_rate"] = setting.base_rate
-    module: RecommenderModule = task.model(num_rows=num_rows, **settings)
-    return module
-
-
-def train(
-    task: Task, setting: Setting, target: float | None, seed: int, generator_seed: int | None
-) -> Row:
-    """One run, from the calibration of its noise to validation."""
-    data = task.data(setting, generator_seed)
-    seed_everything(seed, verbose=False)
-    fused = FusedOptimizer(kind=setting.table_optimizer, learning_rate=setting.table_rate)
-    strategy = DPSparseStrategy(privacy=plan_for(setting, target), fused_optimizer=fused)
-    callbacks: list[Callback] = []
-    if setting.average is not None:
-        callbacks.append(AverageWeights(fraction=setting.average))
-    module = module_for(task, setting, data.train_set.num_rows)
-    with TemporaryDirectory() as folder:
-        trainer = trainer_for(strategy, folder, callbacks, setting.epochs)
-        started = time.perf_counter()
-        trainer.fit(module, data.train_dataloader())
-        seconds, steps, run = time.perf_counter() - started, trainer.global_step, None
-        if strategy.private_run is not None:
-            run = strategy.private_run.facts()
-        (found,) = trainer.validate(module, data.val_dataloader(), verbose=False)
-    return {
-        "epsilon": None if run is None else run["guarantee"]["epsilon"],
-        "noise_multiplier": None if run is None else run["ran"]["noise_multiplier"],
-        "examples": len(data.train_set),
-        "epochs": setting.epochs,
-        "steps": steps,
-        **{name: round(found[key], 5) if key in found else None for name, key in METRICS.items()},
-        "seconds": round(seconds, 1),
-    }
 
 
 # ---- all runs -----------------------------------------------------------------------------------
@@ -146,6 +65,7 @@ def planned(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator
                     continue
                 targets = options.epsilons if variant.privacy == "epsilon" else [None]
                 for target in targets:
+                    setting = task.setting(variant, target)
                     yield (
                         task,
                         {
@@ -154,7 +74,7 @@ def planned(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator
                             "target": target,
                             "seed": seed,
                             "generator_seed": generator_seed if task.is_synthetic else None,
-                            "settings": asdict(task.setting(variant)),
+                            "settings": asdict(setting),
                         },
                     )
 
@@ -167,7 +87,7 @@ def run_all(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             continue
         where = f"{begun['data']}, {begun['variant']}, ε {begun['target']}, seed {begun['seed']}"
         try:
-            setting = task.setting(VARIANTS[begun["variant"]])
+            setting = task.setting(VARIANTS[begun["variant"]], begun["target"])
             found = train(task, setting, begun["target"], begun["seed"], begun["generator_seed"])
         except Refused as refusal:  # the runs after it may still be made
             say(f"Skipped {where}: {refusal}")
@@ -188,7 +108,8 @@ def up_to_date(rows: Sequence[Row], known: Sequence[Task]) -> list[Row]:
         for row in once.values()
         if row["data"] in by_name
         and row["variant"] in VARIANTS
-        and row["settings"] == asdict(by_name[row["data"]].setting(VARIANTS[row["variant"]]))
+        and row["settings"]
+        == asdict(by_name[row["data"]].setting(VARIANTS[row["variant"]], row["target"]))
     ]
 
 

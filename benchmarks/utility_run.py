@@ -97,9 +97,9 @@ def train(
         if strategy.private_run is not None:
             run = strategy.private_run.facts()
         (found,) = trainer.validate(module, data.val_dataloader(), verbose=False)
-    claims_nothing = run is None or setting.clipping == "quantile"  # its counts are not charged
+    claim = None if run is None else run["guarantee"]["epsilon"]
     return {
-        "epsilon": None if claims_nothing else run["guarantee"]["epsilon"],
+        "epsilon": None if setting.clipping == "quantile" else claim,  # its counts are not charged
         "noise_multiplier": None if run is None else run["ran"]["noise_multiplier"],
         "examples": len(data.train_set),
         "epochs": setting.epochs,

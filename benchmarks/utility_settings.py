@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,12 +39,21 @@ class Variant:
     clip_norm: float | None = None
     table_rate: float = 1.0
     """Factor of the tables' learning rate."""
+    rate_exponent: float = 0.0
+    """Power of epsilon by which the tables' learning rate grows: less noise bears larger steps."""
     dense_rate: float = 1.0
     """Factor of the dense layers' learning rate."""
     schedule: Literal["constant", "linear"] = "constant"
     """linear: both learning rates fall to zero at the last step."""
     average: float | None = None
     """Last part of the steps whose weights are averaged."""
+    clipping: Literal["flat", "automatic", "quantile"] = "flat"
+    """quantile: the clip norm follows the median norm (`utility_levers.py`)."""
+    dense_scale: float = 1.0
+    """Noise on dense layers over noise on tables."""
+    dense_optimizer: Literal["adagrad", "adam", "dp_adam"] = "adagrad"
+    momentum: float = 0.0
+    """Momentum of the tables, with DP-SGD in place of LazyDP (`utility_levers.py`)."""
     calibrated: bool = False
     """Whether a private query calibrates the logits after the last step."""
     base_rate: float | None = None
@@ -52,6 +61,10 @@ class Variant:
     users: int | None = None
     """Most examples of a user, where users are protected; None protects examples."""
 
+
+_LEVERS = Variant(epochs=2, schedule="linear", calibrated=True)
+"""What the levers of clipping and of optimizers are tried on, each by itself."""
+_SCALED = replace(_LEVERS, clip_norm=2.0, table_rate=5.0, dense_scale=2.0)
 
 VARIANTS = {
     "no_privacy": Variant(privacy="none"),
@@ -69,8 +82,31 @@ VARIANTS = {
     "base_rate": Variant(epochs=4, base_rate=0.25),  # about that of Criteo's published logs
     "users": Variant(batch_size=256, users=32),
     "users_epochs4": Variant(epochs=4, batch_size=256, users=32),
-    # The best combination that was found on generator seed 101 belongs here.
-    "best": Variant(epochs=4, average=0.25, calibrated=True),
+    "short": _LEVERS,
+    "short_averaged": replace(_LEVERS, average=0.25),
+    "short_base_rate": replace(_LEVERS, base_rate=0.25),
+    "short_clip3": replace(_LEVERS, clip_norm=3.0, table_rate=10 / 3),
+    "short_clip1.5": replace(_LEVERS, clip_norm=1.5, table_rate=20 / 3),
+    "short_automatic": replace(_SCALED, clipping="automatic"),
+    "short_quantile": replace(_SCALED, clipping="quantile"),
+    "short_scale2": _SCALED,
+    "short_scale4": replace(_SCALED, clip_norm=1.5, table_rate=20 / 3, dense_scale=4.0),
+    "short_scale2_averaged": replace(_SCALED, average=0.25),
+    "short_adam": replace(_SCALED, dense_optimizer="adam", dense_rate=0.05),
+    "short_dp_adam": replace(_SCALED, dense_optimizer="dp_adam", dense_rate=0.025),
+    "short_momentum": replace(_SCALED, momentum=0.9),
+    # The best combination that was found on generator seed 101. Learning rates are those of the
+    # task's own batch, and grow with this one.
+    "best": replace(
+        _LEVERS,
+        epochs=8,
+        batch_size=32_768,
+        clip_norm=2.0,
+        table_rate=1.25,
+        rate_exponent=0.5,
+        dense_rate=0.5,
+        dense_scale=2.0,
+    ),
 }
 
 
@@ -87,6 +123,10 @@ class Setting:
     dense_rate: float
     schedule: str
     average: float | None
+    clipping: str
+    dense_scale: float
+    dense_optimizer: str
+    momentum: float
     calibrated: bool
     base_rate: float | None
     users: int | None
@@ -124,7 +164,8 @@ class Task:
     missing: str | None = None
     """Why there is no data, in words."""
 
-    def setting(self, variant: Variant) -> Setting:
+    def setting(self, variant: Variant, target: float | None = None) -> Setting:
+        """How a variant is trained to a target epsilon."""
         learning = self.plain if variant.privacy == "none" else self.private
         batch_size = variant.batch_size or learning.batch_size
         growth = 1.0 if variant.users else batch_size / learning.batch_size
@@ -135,10 +176,17 @@ class Task:
             batch_size=batch_size,
             clip_norm=variant.clip_norm or self.clip_norm,
             table_optimizer=learning.table_optimizer,
-            table_rate=learning.table_rate * variant.table_rate * table_growth,
+            table_rate=learning.table_rate
+            * variant.table_rate
+            * table_growth
+            * (target or 1.0) ** variant.rate_exponent,
             dense_rate=learning.dense_rate * variant.dense_rate * growth**0.5,
             schedule=variant.schedule,
             average=variant.average,
+            clipping=variant.clipping,
+            dense_scale=variant.dense_scale,
+            dense_optimizer=variant.dense_optimizer,
+            momentum=variant.momentum,
             calibrated=variant.calibrated,
             base_rate=variant.base_rate,
             users=variant.users,
