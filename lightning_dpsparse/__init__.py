@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from lightning_dpsparse.mechanisms.sparse_dpsgd import SparseDPSGD
     from lightning_dpsparse.optimizers.dp_adam import DPAdam
+    from lightning_dpsparse.optimizers.linear_decay import LinearDecay
     from lightning_dpsparse.plan import PrivacyPlan, Users
     from lightning_dpsparse.plugin.averaging import AverageWeights
     from lightning_dpsparse.plugin.callbacks import PredictionWriter, PrivacyMonitor, PrivacyReport
@@ -54,6 +55,7 @@ _HOME = {
     "DPAdam": "lightning_dpsparse.optimizers.dp_adam",
     "PrivacyPlan": "lightning_dpsparse.plan",
     "DPSparseStrategy": "lightning_dpsparse.plugin.strategy",
+    "LinearDecay": "lightning_dpsparse.optimizers.linear_decay",
     "FlatClipping": "lightning_dpsparse.engine.clipping",
     "FusedOptimizer": "lightning_dpsparse.sharded.fused",
     "GroupClipping": "lightning_dpsparse.engine.clipping",
@@ -89,6 +91,7 @@ __all__ = [
     "GroupClipping",
     "GumbelHistogram",
     "LazyDP",
+    "LinearDecay",
     "LogitCalibration",
     "NoisyHistogram",
     "Placement",

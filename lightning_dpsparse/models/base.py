@@ -20,6 +20,7 @@ from torchrec.datasets.utils import Batch
 from typing_extensions import override
 
 from lightning_dpsparse.checks import check_flag, shown
+from lightning_dpsparse.optimizers.linear_decay import LinearDecay
 from lightning_dpsparse.plugin.sharded_strategy import ShardedStrategy
 from lightning_dpsparse.refused import Refused
 
@@ -117,5 +118,10 @@ class RecommenderModule(LightningModule):
             ) from error
         if self._lr_scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        scheduler = self._lr_scheduler(optimizer)
+        if isinstance(scheduler, LinearDecay) and scheduler.total_steps is None:
+            scheduler.set_total_steps(max(1, self.trainer.estimated_stepping_batches))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
