@@ -94,7 +94,7 @@ def train(folder: Path, privacy: PrivacyPlan | None) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, data)
+    trainer.fit(module, data.train_dataloader())
     return watch.rates
 
 
