@@ -10,9 +10,15 @@ and either the path of its last `nn.Linear`, which has one output and a bias, as
 slope * logit + bias from then on. The slope and bias go into the weights that are there, so that
 checkpoints and exports need nothing else.
 
+A module with T binary tasks says so by `num_calibration_tasks = T`, and has logits and labels of
+shape (B, T); a label that is NaN is none. Its lines go into `calibrated_layers`, a list of one such
+path for each task, or into a `calibrated_layer` with T outputs; `apply_calibration` gets slopes and
+biases as tensors of shape (T,).
+
 Slices of a public feature have biases of their own if the module has `num_calibration_slices`, a
 method `calibration_slices(batch)` that numbers every example's slice from zero, and
 `apply_slice_biases(slope, biases)`, by which every slice's bias b becomes slope * b + its new one.
+Tasks have no slices.
 """
 
 from __future__ import annotations
@@ -22,12 +28,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_dpsparse.checks import check_whole
 from lightning_dpsparse.mechanisms.logit_calibration.platt import LogitMap
+from lightning_dpsparse.plugin.calibrated_layers import WAY_OUT, logit_rows
 from lightning_dpsparse.refused import Refused
 
-_WAY_OUT = "Or leave the plan's calibration out."
+_MOST_TASKS = 1_000
 
 
 class CalibratedModule:
@@ -39,58 +47,77 @@ class CalibratedModule:
             raise Refused(
                 f"Expected a click model to calibrate, found {type(module).__name__} without "
                 "logits_and_labels. Give it such a method: it takes a batch, and returns one logit "
-                f"and one label for every example. {_WAY_OUT}"
+                f"and one label for every example. {WAY_OUT}"
             )
-        if not callable(getattr(module, "apply_calibration", None)):
-            self._last_layer()
+        self.num_tasks = _number_of_tasks(module)
+        """Number of logits of an example. It is read once, before training: noise depends on it."""
         self.num_slices = int(getattr(module, "num_calibration_slices", 1))
+        if self.num_tasks > 1 and self.num_slices > 1:
+            raise Refused(
+                f"Expected tasks or slices in a calibration, found {type(module).__name__} with "
+                f"num_calibration_tasks={self.num_tasks:,} and num_calibration_slices="
+                f"{self.num_slices:,}. Leave out one of them. {WAY_OUT}"
+            )
+        if not self._applies_itself:
+            logit_rows(module, self.num_tasks)
 
     def read(self, batch: Any, num_examples: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits, labels and slices (None without) of a batch that has so many examples."""
+        """Logits, labels and slices (None without) of a batch that has so many examples.
+
+        Logits and labels have the shape (B,), or (B, T) if there are several tasks.
+        """
         logits, labels = self._module.logits_and_labels(batch)
         slices = self._module.calibration_slices(batch) if self.num_slices > 1 else None
-        for name, values in (("logits", logits), ("labels", labels), ("slices", slices)):
-            if values is not None and values.shape != (num_examples,):
-                raise Refused(
-                    f"Expected one number for each of {num_examples:,} examples, found {name} of "
-                    f"shape {tuple(values.shape)}. Return them in the order of the batch."
-                )
+        tasks = (self.num_tasks,) if self.num_tasks > 1 else ()
+        for name, values in (("logits", logits), ("labels", labels)):
+            _check_shape(name, values, (num_examples, *tasks))
+        if slices is not None:
+            _check_shape("slices", slices, (num_examples,))
         return logits, labels, slices
 
     @torch.no_grad()
-    def apply(self, found: LogitMap) -> None:
-        """From now on the module's logits are calibrated."""
-        slope, bias = found.slope, found.bias
-        assert math.isfinite(slope)
-        assert math.isfinite(bias)
-        if callable(getattr(self._module, "apply_calibration", None)):
-            self._module.apply_calibration(slope, bias)
+    def apply(self, *lines: LogitMap) -> None:
+        """From now on the module's logits are calibrated. There is one line for each task."""
+        assert len(lines) == self.num_tasks
+        assert all(math.isfinite(line.slope) and math.isfinite(line.bias) for line in lines)
+        first = lines[0]
+        if not self._applies_itself:
+            for row, line in zip(logit_rows(self._module, self.num_tasks), lines, strict=True):
+                row.write(line)
+        elif self.num_tasks == 1:
+            self._module.apply_calibration(first.slope, first.bias)
         else:
-            layer = self._last_layer()
-            layer.weight.mul_(slope)
-            layer.bias.mul_(slope).add_(bias)
+            self._module.apply_calibration(
+                torch.tensor([line.slope for line in lines], device=self._module.device),
+                torch.tensor([line.bias for line in lines], device=self._module.device),
+            )
         if self.num_slices > 1:
-            self._module.apply_slice_biases(slope, list(found.slice_biases))
+            self._module.apply_slice_biases(first.slope, list(first.slice_biases))
 
-    def _last_layer(self) -> nn.Linear:
-        """The layer that the module names, if slope and bias can go into it."""
-        name, path = type(self._module).__name__, getattr(self._module, "calibrated_layer", None)
-        if not isinstance(path, str):
-            raise Refused(
-                f"Expected {name}.calibrated_layer, the path of the last nn.Linear, or a method "
-                f"apply_calibration(slope, bias), found neither. Give it one of them. {_WAY_OUT}"
-            )
-        layer = dict(self._module.named_modules()).get(path)
-        if not isinstance(layer, nn.Linear) or layer.out_features != 1 or layer.bias is None:
-            found = "no such layer" if layer is None else f"another {type(layer).__name__}"
-            raise Refused(
-                f"Expected an nn.Linear with one output and a bias at {path!r}, found {found}. "
-                f"Name the layer that makes the logit, or write apply_calibration. {_WAY_OUT}"
-            )
-        uses = [p for _, p in self._module.named_parameters(remove_duplicate=False)]
-        if sum(p is layer.weight or p is layer.bias for p in uses) > 2:
-            raise Refused(
-                f"Expected a layer of its own at {path!r}, found that it shares weights with "
-                f"another: a new slope would change both. Write apply_calibration. {_WAY_OUT}"
-            )
-        return layer
+    @property
+    def _applies_itself(self) -> bool:
+        return callable(getattr(self._module, "apply_calibration", None))
+
+
+def _number_of_tasks(module: LightningModule) -> int:
+    found = getattr(module, "num_calibration_tasks", 1)
+    remedy = f"Set it to the number of logits of an example. {WAY_OUT}"
+    check_whole("num_calibration_tasks", found, most=_MOST_TASKS, remedy=remedy)
+    return int(found)
+
+
+def _check_shape(name: str, values: Any, shape: tuple[int, ...]) -> None:
+    """Refuse values of another shape: examples, and tasks if there are several."""
+    if isinstance(values, Tensor) and values.shape == shape:
+        return
+    found = (
+        f"{name} of shape {tuple(values.shape)}"
+        if isinstance(values, Tensor)
+        else f"{name} that are no tensor but {type(values).__name__}"
+    )
+    tasks = "" if len(shape) == 1 else f" and each of {shape[1]:,} tasks"
+    raise Refused(
+        f"Expected one number for each of {shape[0]:,} examples{tasks}, in a tensor of shape "
+        f"{shape}, found {found}. Return them in the order of the batch, and set the module's "
+        "num_calibration_tasks to the number of its tasks."
+    )

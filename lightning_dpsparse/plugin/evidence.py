@@ -47,6 +47,8 @@ class Evidence:
         """The part of the clip norm that the step keeps for rounding."""
         self.averaged: str | None = None
         """Over what the weights are averaged; None if they are not."""
+        self.calibrated_tasks = 1
+        """Number of tasks of the model that a calibration counts each example in."""
         self._facts: tuple[Any, dict[str, Any]] | None = None
 
     # ---- before training ------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class Evidence:
                 history=history_as_data(self.history(budget.ledger)),
                 rounding_price=self.rounding_price,
                 averaged=self.averaged,
+                calibrated_tasks=self.calibrated_tasks,
             )
             self._facts = now, made
         return self._facts[1]

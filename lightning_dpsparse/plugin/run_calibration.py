@@ -2,10 +2,10 @@
 
 When training ends, the module's logits on all training data are counted in a histogram, which gets
 noise and is charged as one Gaussian event (`mechanisms/logit_calibration`). The line that is fitted
-to it goes into the module's last layer. It runs right after the last step, so that the validation
-and the checkpoints that follow see the calibrated model. A run that ends before its schedule, by a
-time limit or a callback, calibrates before `on_train_end`. A run that ends in an error or by a
-signal does not: whoever goes on with it will.
+to it, or one for each task, goes into the module's last layers. It runs right after the last step,
+so that the validation and the checkpoints that follow see the calibrated model. A run that ends
+before its schedule, by a time limit or a callback, calibrates before `on_train_end`. One that ends
+in an error or by a signal does not: whoever goes on with it will.
 
 How many examples share a batch, and in which place of it an example stands, must not show in its
 logit, or a unit would move the cells of others. So all batches have one size, filled up with
@@ -30,9 +30,10 @@ from lightning_dpsparse.checks import is_whole
 from lightning_dpsparse.mechanisms.logit_calibration.histogram import (
     LogitHistogram,
     centres,
+    check_shares_grid,
     noisy_counts,
 )
-from lightning_dpsparse.mechanisms.logit_calibration.platt import LogitMap, fit_line
+from lightning_dpsparse.mechanisms.logit_calibration.platt import LogitMap, fit_line, fit_tasks
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import examples_per_unit
 from lightning_dpsparse.plugin.calibrated_module import CalibratedModule
@@ -49,7 +50,7 @@ from lightning_dpsparse.sharded.process_group import (
     sum_over_ranks,
 )
 
-# B examples of a batch
+# B examples of a batch, T tasks (logits and labels are (B, T) if there are several)
 
 BATCH = 4096
 """Examples that a rank reads at once. Of a size like this, matrix products on CPUs are the same to
@@ -58,6 +59,8 @@ _ROUNDING = 1e-3
 """Largest difference of logits that may be rounding, over the size of logits."""
 
 Read = tuple[Tensor, Tensor, Tensor | None]
+Lines = tuple[LogitMap, ...]
+"""One for each task."""
 
 
 class RunCalibration:
@@ -90,6 +93,11 @@ class RunCalibration:
         if run.calibration is None:
             return
         self._module = CalibratedModule(module)
+        num_tasks = self._module.num_tasks
+        self._evidence.calibrated_tasks = num_tasks
+        if num_tasks > 1:
+            assert run.plan.calibration is not None
+            check_shares_grid(run.plan.calibration.stddev(examples_per_unit(run.plan), num_tasks))
         if sampled.every_example is None:
             raise Refused(
                 "Expected a data set that can be read in order for a calibration, found another. "
@@ -145,20 +153,20 @@ class RunCalibration:
         if not self._strategy.is_global_zero:
             self._budget.charge_calibration()
         try:
-            found = self._found(step)
+            lines = self._found(step)
         except Exception as error:  # the model must not be lost with its last touch
             # The words of somebody else's error may hold a value of an example.
             why = error if isinstance(error, Refused) else f"{type(error).__name__} in its pass"
             rank_zero_warn(f"The model was not calibrated: {why}")
-            found = None
+            lines = ()
         self._guard.check("in the calibration's pass over the data")
-        self._state = {"step": step} if found is None else {"step": step, **vars(found)}
-        if found is None:
+        self._state = {"step": step, **_as_data(lines)}
+        if not lines:
             return False
         with self._guard.writing("before it was calibrated"):
-            self._module.apply(found)
-        _announce(found)
-        return not found.is_identity
+            self._module.apply(*lines)
+        _announce(lines)
+        return not all(line.is_identity for line in lines)
 
     def kept(self) -> dict[str, Any] | None:
         """What was found, and after how many steps of the model; None if there was no query."""
@@ -166,18 +174,22 @@ class RunCalibration:
 
     # ---- the query ------------------------------------------------------------------------------
 
-    def _found(self, step: int) -> LogitMap:
-        """The line for the module as it is now."""
+    def _found(self, step: int) -> Lines:
+        """The lines for the module as it is now."""
         run = self._budget.run
         settings = run.plan.calibration
         assert settings is not None
+        assert self._module is not None
+        num_tasks = self._module.num_tasks
         counts = self._counted()
-        stddev = settings.stddev(examples_per_unit(run.plan))
+        stddev = settings.stddev(examples_per_unit(run.plan), num_tasks)
 
-        def fit() -> LogitMap:
-            noisy = noisy_counts(counts, stddev, run.plan.make_source(self._key), step)
-            points = centres(settings).numpy()
-            return fit_line(noisy.numpy(), points, stddev, fit_slope=settings.fit_slope)
+        def fit() -> Lines:
+            noisy = noisy_counts(counts, stddev, run.plan.make_source(self._key), step).numpy()
+            points, fit_slope = centres(settings).numpy(), settings.fit_slope
+            if num_tasks > 1:
+                return fit_tasks(noisy, points, stddev, fit_slope=fit_slope)
+            return (fit_line(noisy, points, stddev, fit_slope=fit_slope),)
 
         return from_rank_zero(fit)
 
@@ -187,7 +199,9 @@ class RunCalibration:
         assert settings is not None
         assert self._module is not None
         assert self._sampled.every_example is not None
-        histogram = LogitHistogram(settings, self._strategy.root_device, self._module.num_slices)
+        num_slices, num_tasks = self._module.num_slices, self._module.num_tasks
+        device = self._strategy.root_device
+        histogram = LogitHistogram(settings, device, num_slices, num_tasks)
         loader, remaining = self._sampled.every_example(self._size)
         quiet = not self._strategy.is_global_zero
         bar = tqdm(total=len(loader), desc="Calibrating", delay=1.0, leave=False, disable=quiet)
@@ -199,8 +213,11 @@ class RunCalibration:
                 logits_B, labels_B, slices_B = self._read(filled)
                 if i == 0:
                     self._check_places(filled, logits_B)
-                slices = None if slices_B is None else slices_B[:size]
-                histogram.add(logits_B[:size], labels_B[:size], slices)
+                if num_tasks > 1:
+                    histogram.add_tasks(logits_B[:size], labels_B[:size])
+                else:
+                    slices = None if slices_B is None else slices_B[:size]
+                    histogram.add(logits_B[:size], labels_B[:size], slices)
                 bar.update()
         sum_over_ranks(histogram.counts_SLK)
         return histogram.counts_SLK
@@ -273,12 +290,28 @@ def _evaluating(module: LightningModule) -> Iterator[None]:
             part.training = mode
 
 
-def _announce(found: LogitMap) -> None:
-    if found.is_identity:
+def _as_data(lines: Lines) -> dict[str, Any]:
+    """What a checkpoint keeps of the lines: plain values."""
+    if len(lines) <= 1:
+        return dict(vars(lines[0])) if lines else {}
+    return {
+        "slopes": tuple(line.slope for line in lines),
+        "biases": tuple(line.bias for line in lines),
+    }
+
+
+def _announce(lines: Lines) -> None:
+    where = [f" task {task}" if len(lines) > 1 else "" for task in range(len(lines))]
+    idle = [task for task, line in zip(where, lines) if line.is_identity]
+    if idle:
         rank_zero_warn(
-            "The calibration changed nothing: its noise is too large for this many examples. Use a "
-            "smaller noise_multiplier in it."
+            f"The calibration changed nothing{' of' if len(lines) > 1 else ''}{','.join(idle)}: "
+            "its noise is too large for this many examples. Use a smaller noise_multiplier in it."
         )
-        return
-    slices = f", and biases of {len(found.slice_biases):,} slices" if found.slice_biases else ""
-    rank_zero_info(f"Calibrated: slope {found.slope:.4g}, bias {found.bias:+.4g}{slices}.")
+    for task, found in zip(where, lines):
+        if not found.is_identity:
+            slices = f", and biases of {len(found.slice_biases):,} slices"
+            rank_zero_info(
+                f"Calibrated{task}: slope {found.slope:.4g}, bias {found.bias:+.4g}"
+                f"{slices if found.slice_biases else ''}."
+            )

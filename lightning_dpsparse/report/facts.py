@@ -55,11 +55,13 @@ def make_facts(
     history: Sequence[dict[str, Any]] = (),
     rounding_price: float = 0.0,
     averaged: str | None = None,
+    calibrated_tasks: int = 1,
 ) -> dict[str, Any]:
     """Everything about a run that can be released. Holds no value of any example.
 
     `averaged` says over what the weights are averaged; None if they are not. `faults` are reasons
-    why the weights are not private whatever this run did.
+    why the weights are not private whatever this run did. `calibrated_tasks` is how many counts of
+    a calibration an example is in, by whose square root their noise grows.
     """
     deltas = sorted({run.delta, *(10.0**-k for k in range(5, 11))}, reverse=True)
     epsilons = ledger.epsilons(deltas)
@@ -87,6 +89,7 @@ def make_facts(
             **_ran(run, ledger, ranks),
             "rounding_price": rounding_price,
             **({} if averaged is None else {"averaged": averaged}),
+            **({} if calibrated_tasks == 1 else {"calibrated_tasks": calibrated_tasks}),
         },
         "ledger": [
             {"event": _said(e), "steps": e.steps, "partition": e.partition} for e in ledger.entries

@@ -29,6 +29,7 @@ _LABELS = {
     "ranks": "Ranks (processes)",
     "rounding_price": "Part of C kept back for rounding",
     "averaged": "Weights are averaged (post-processing) over",
+    "calibrated_tasks": "Tasks that the calibration counts each example in",
 }
 
 # What to report (Ponomareva et al. 2023, section 5.3), and the sections that answer it.

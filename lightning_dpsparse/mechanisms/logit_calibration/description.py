@@ -4,6 +4,10 @@ Every example of the training data is counted once, in one cell of a public hist
 its logit, its label, and its slice if the model has slices. So a unit of up to k examples moves the
 counts by at most k in L2 norm, and all counts with noise of standard deviation sigma k are one
 Gaussian event of noise multiplier sigma, without amplification by sampling.
+
+A model with T tasks has one such histogram for each. An example is in one cell of each, or in none
+where it has no label, so it moves all counts together by at most sqrt(T), and a unit by k sqrt(T).
+Noise of standard deviation sigma k sqrt(T) makes it the same event at the same price.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ class LogitCalibration:
 
     noise_multiplier: float | None = None
     """Standard deviation of the noise on each count, divided by the most examples that one unit
-    has. The default takes 1% of the budget epsilon, and is 50 in a plan without epsilon. Zero is
-    not private."""
+    has and by the square root of the number of tasks. The default takes 1% of the budget epsilon,
+    and is 50 in a plan without epsilon. Zero is not private."""
 
     bins: int = 96
     """Number of bins of logits, all of one width."""
@@ -77,7 +81,11 @@ class LogitCalibration:
         assert self.noise_multiplier is not None
         return gaussian(self.noise_multiplier)
 
-    def stddev(self, examples_per_unit: int) -> float:
-        """Standard deviation of the noise on each count, sigma k."""
+    def stddev(self, examples_per_unit: int, num_tasks: int = 1) -> float:
+        """Standard deviation of the noise on each count, sigma k sqrt(T).
+
+        >>> LogitCalibration(noise_multiplier=2.0).stddev(examples_per_unit=3, num_tasks=4)
+        12.0
+        """
         assert self.noise_multiplier is not None
-        return self.noise_multiplier * examples_per_unit
+        return self.noise_multiplier * examples_per_unit * math.sqrt(num_tasks)

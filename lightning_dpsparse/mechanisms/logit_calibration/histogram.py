@@ -1,4 +1,4 @@
-"""Counts of the training data by logit, label and slice, and the noise that lets them be seen.
+"""Counts of the training data by logit, label and slice or task, and the noise that covers them.
 
 The counts are whole numbers and secret. Their noise lies on a public grid of powers of two, at most
 one, so that no digit of a noisy count belongs to the noise alone (`noise/grid.py`).
@@ -15,21 +15,27 @@ from lightning_dpsparse.noise.keys import Stream
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
 
-# B examples, S slices, L labels (2), K bins
+# B examples, S slices or tasks, L labels (2), K bins, T tasks
 
 
 class LogitHistogram:
-    """Counts examples by slice, label and bin of the logit.
+    """Counts examples by slice, label and bin of the logit; or by task, label and bin.
 
     Guarantees: an example adds one to one count, or nothing if its logit or label is no number. In
-    which cell it is counted depends on its own logit, label and slice alone.
+    which cell it is counted depends on its own logit, label and slice alone. Where there are tasks,
+    this holds of each task's counts: all together, an example moves them by at most sqrt(T) in L2.
     """
 
     def __init__(
-        self, settings: LogitCalibration, device: torch.device, num_slices: int = 1
+        self,
+        settings: LogitCalibration,
+        device: torch.device,
+        num_slices: int = 1,
+        num_tasks: int = 1,
     ) -> None:
-        self._settings, self._num_slices = settings, num_slices
-        shape = (num_slices, 2, settings.bins)
+        assert num_slices == 1 or num_tasks == 1
+        self._settings, self._num_parts = settings, num_slices * num_tasks
+        shape = (self._num_parts, 2, settings.bins)
         self.counts_SLK = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def add(self, logits_B: Tensor, labels_B: Tensor, slices_B: Tensor | None = None) -> None:
@@ -41,9 +47,15 @@ class LogitHistogram:
         bin_B = ((logits + largest) * (bins / (2.0 * largest))).floor().clamp(0, bins - 1).long()
         cell_B = bin_B + bins * (labels >= 0.5)
         if slices_B is not None:
-            cell_B += 2 * bins * slices_B.long().clamp(0, self._num_slices - 1)
+            cell_B += 2 * bins * slices_B.long().clamp(0, self._num_parts - 1)
         found = torch.bincount(cell_B[is_number], minlength=self.counts_SLK.numel())
         self.counts_SLK += found.view_as(self.counts_SLK)
+
+    def add_tasks(self, logits_BT: Tensor, labels_BT: Tensor) -> None:
+        """Count these examples once for each task. A label that is NaN counts nothing there."""
+        assert logits_BT.shape[1] == self._num_parts
+        task_BT = torch.arange(self._num_parts, device=logits_BT.device).expand_as(logits_BT)
+        self.add(logits_BT.flatten(), labels_BT.flatten(), task_BT.flatten())
 
 
 def centres(settings: LogitCalibration) -> Tensor:
@@ -54,6 +66,15 @@ def centres(settings: LogitCalibration) -> Tensor:
     return (edges[:-1] + edges[1:]) / 2
 
 
+def check_shares_grid(stddev: float) -> None:
+    """Refuse noise that has no digits below one, as counts would show between its multiples."""
+    if stddev > 0 and grid_of(stddev) > 1.0:
+        raise Refused(
+            f"Expected noise of less than {2**20:,} on counts, found {stddev:,.0f}. Use a smaller "
+            "noise_multiplier in the calibration."
+        )
+
+
 def noisy_counts(counts_SLK: Tensor, stddev: float, source: NoiseSource, release: int) -> Tensor:
     """Add noise to all counts, of examples that occur and of those that do not.
 
@@ -62,10 +83,6 @@ def noisy_counts(counts_SLK: Tensor, stddev: float, source: NoiseSource, release
     counts = counts_SLK.cpu().double()
     if stddev == 0:
         return counts
-    if grid_of(stddev) > 1.0:
-        raise Refused(
-            f"Expected noise of less than {2**20:,} on counts, found {stddev:,.0f}. Use a smaller "
-            "noise_multiplier in the calibration."
-        )
+    check_shares_grid(stddev)
     drawn = source.fill_(torch.empty(counts.numel(), 1), Stream("calibration", "", release), stddev)
     return counts + drawn.double().view_as(counts)

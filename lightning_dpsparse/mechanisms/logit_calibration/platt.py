@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# S slices, K bins
+# S slices, L labels (2), K bins, T tasks
 
 Floats = NDArray[np.float64]
 
@@ -70,6 +70,15 @@ def fit_line(
     moved_K = slope * centres_K + bias
     slices = (_Bins.of(noisy_LK, moved_K, stddev) for noisy_LK in noisy_SLK)
     return LogitMap(slope, bias, tuple(one.best_bias(1.0, _LARGEST_ERROR) or 0.0 for one in slices))
+
+
+def fit_tasks(
+    noisy_TLK: Floats, centres_K: Floats, stddev: float, *, fit_slope: bool = True
+) -> tuple[LogitMap, ...]:
+    """Fit each task's line to its own counts. `stddev` is the noise on each count."""
+    return tuple(
+        fit_line(noisy_LK[None], centres_K, stddev, fit_slope=fit_slope) for noisy_LK in noisy_TLK
+    )
 
 
 @dataclass(frozen=True)
