@@ -332,6 +332,7 @@ def tasks(options: argparse.Namespace) -> dict[str, Task]:
             ),
             plain=_PLAIN,
             is_synthetic=True,
+            best={"batch_size": 2 * batch},
         ),
         Task(  # recipes/pctr_adafest.yaml
             name=f"pctr{suffix}",
@@ -342,6 +343,7 @@ def tasks(options: argparse.Namespace) -> dict[str, Task]:
             ),
             plain=_PLAIN,
             is_synthetic=True,
+            best={"batch_size": 2 * batch},
         ),
         _movielens(options.movielens),
         _criteo(options.criteo),

@@ -171,6 +171,17 @@ def test_learning_rates_follow_the_batch() -> None:
     assert tasks(options(Path("none")))["movielens"].setting(VARIANTS["users"]).table_rate == 200.0
 
 
+def test_the_best_combination_is_of_each_data_set_and_epsilon() -> None:
+    known = tasks(options(Path("none")))
+    at = [known["demo"].setting(VARIANTS["best"], target).table_rate for target in (1.0, 4.0)]
+    assert at == [pytest.approx(46.0), pytest.approx(92.0)]
+    assert known["criteo"].setting(VARIANTS["best"], 8.0).batch_size == 4_096
+    assert not known["movielens"].setting(VARIANTS["best"], 8.0).calibrated
+    assert (
+        tasks(options(Path("none"), "--quick"))["demo"].setting(VARIANTS["best"]).batch_size == 1024
+    )
+
+
 def test_names_that_nobody_knows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options(Path("none"), "--variants=demo,epochs5")
