@@ -257,9 +257,11 @@ def _announce(budget: Budget) -> None:
     )
     is_plain = isinstance(plan.dense, DenseGaussian)
     dense = "" if is_plain else f" and {type(plan.dense).__name__}"
+    scale = "" if plan.dense_scale == 1 else f", dense scale {plan.dense_scale:g}"
     rank_zero_info(
         f"Privacy: {type(plan.mechanism).__name__}{dense}, noise multiplier "
-        f"{run.noise_multiplier:.4f}, clip norm {plan.clip_norm:g}, delta {run.delta:g}; {goal}."
+        f"{run.noise_multiplier:.4f}, clip norm {plan.clip_norm:g}{scale}, delta {run.delta:g}; "
+        f"{goal}."
     )
 
 

@@ -13,6 +13,7 @@ from tests.support.naive_step import (
     ADAGRAD,
     EXPECTED,
     SIZES,
+    Batches,
     naive,
     plan,
     run,
@@ -22,7 +23,7 @@ from tests.support.naive_step import (
 from tests.support.plain_training import PLACEMENTS, SGD, assert_close
 from tests.support.ranks import Ranks
 from tests.support.recorded_noise import assert_variance, record_noise
-from tests.support.tiny_model import assemble
+from tests.support.tiny_model import Recording, assemble, make_trainer
 
 
 @pytest.mark.parametrize("most", [None, 3], ids=["whole", "parts"])
@@ -81,3 +82,16 @@ def test_with_automatic_clipping_every_example_has_the_whole_norm(one_rank: Rank
     private = plan(clipping=AutomaticClipping(), dense_scale=3.0)
     start, end = run(one_rank, SIZES["uneven"], Placement(), SGD, private)
     assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5, factors=automatic), 2e-6)
+
+
+def facts_of_a_run() -> dict[str, Any]:
+    private = plan(noise=1.0, dense_scale=3.0)
+    trainer = make_trainer(1, Placement(), SGD, privacy=private)
+    trainer.fit(Recording(), Batches([[4]], None))
+    facts: dict[str, Any] = trainer.strategy.private_run.facts()["ran"]  # type: ignore[attr-defined]
+    return facts
+
+
+def test_the_report_shows_it(one_rank: Ranks) -> None:
+    (ran,) = one_rank.run(facts_of_a_run)
+    assert (ran["clip_norm"], ran["noise_stddev"], ran["dense_scale"]) == (0.5, 0.5, 3.0)
