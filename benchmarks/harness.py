@@ -166,12 +166,11 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
 
 
-def print_markdown(rows: Sequence[dict[str, Any]]) -> None:
-    """The same table as a document holds it."""
+def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of the same table as a document holds it."""
     names = list(rows[0])
     cells = [[_cell(row[name]) for name in names] for row in rows]
-    for line in (names, ["---"] * len(names), *cells):
-        print(f"| {' | '.join(line)} |")
+    return [f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells)]
 
 
 def _cell(value: Any) -> str:

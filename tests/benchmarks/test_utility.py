@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import utility
-from benchmarks.harness import append_json_line
+from benchmarks import utility, utility_table
+from benchmarks.harness import append_json_line, markdown
 from benchmarks.tradeoff import read_json_lines
 from benchmarks.utility_settings import VARIANTS, tasks
 from lightning_dpsparse.data.synthetic import ADAFEST_NUM_ROWS, SyntheticClicks
@@ -127,7 +127,7 @@ def test_the_table_has_means_errors_and_gains_at_the_same_seed(tmp_path: Path) -
     rows += [run("epochs4", seed, auc) for seed, auc in enumerate((0.72, 0.74))]
     rows += [run("epochs4", 2, 0.79, target=1.0), run("no_privacy", 0, 0.78, target=None)]
     rows += [run("demo", seed, 0.5, generator_seed=101) for seed in range(2)]
-    table = utility.summary(rows)
+    table = utility_table.summary(rows)
     assert [(row["data"], row["variant"], row["target"], row["seeds"]) for row in table] == [
         ("demo", "no_privacy", None, 1),
         ("demo", "epochs4", 1.0, 1),
@@ -141,18 +141,61 @@ def test_the_table_has_means_errors_and_gains_at_the_same_seed(tmp_path: Path) -
     assert epochs4["gain"] == pytest.approx((0.02, 0.0), abs=1e-9)  # seeds move both alike
     assert alone["gain"] is None  # no run of the demo has this target
     assert chosen_on["auc"][0] == 0.5
-    shown = utility.as_shown(table)
+    shown = utility_table.as_shown(table)
     assert [row["auc"] for row in shown[:3]] == ["0.7800", "0.7900", "0.7200 ± 0.0115"]
     assert [row["epsilon"] for row in shown[:3]] == ["", "0.9997", "7.9999"]  # claims, rounded up
-    assert shown[3]["gain"] == "+0.0200 ± 0.0000"
-    utility.plot(table, tmp_path / "plot.png")
+    assert (shown[3]["gain"], shown[3]["over"]) == ("+0.0200 ± 0.0000", "demo")
+    utility_table.plot(table, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
+def test_a_gain_is_over_what_differs_in_one_lever() -> None:
+    names = ("demo", "epochs4", "averaged", "short_adam")
+    table = utility_table.summary([run(name, 0, 0.7 + 0.01 * i) for i, name in enumerate(names)])
+    gains = {row["variant"]: (row["gain"], row["over"]) for row in table}
+    assert gains["averaged"] == ((pytest.approx(0.01), 0.0), "epochs4")
+    assert gains["short_adam"] == (None, "")  # no run of short_scale2, which it is told against
+    for name, variant in VARIANTS.items():
+        assert variant.over in VARIANTS, name
+
+
+def test_documents_have_a_line_for_each_variant_and_a_column_for_each_epsilon() -> None:
+    rows = [run("demo", seed, auc) for seed, auc in enumerate((0.70, 0.72, 0.74))]
+    rows += [run("demo", 0, 0.69, target=1.0), run("no_privacy", 0, 0.78, target=None)]
+    rows += [run("demo", 0, 0.5, generator_seed=101)]
+    text = f"before\n{utility_table.BEGIN}\nold\n{utility_table.END}\nafter\n"
+    once = utility_table.in_document(utility_table.summary(rows), text)
+    assert once.splitlines()[:9] == [
+        "before",
+        utility_table.BEGIN,
+        "",
+        "**demo**: AUC",
+        "",
+        "| variant | ε = 1 | ε = 8 |",
+        "| --- | --- | --- |",
+        "| `no_privacy` | 0.780 (1 seed) | 0.780 (1 seed) |",
+        "| `demo` | 0.690 (1 seed) | 0.720 ± 0.012 |",
+    ]
+    assert once.endswith(f"{utility_table.END}\nafter\n")
+    assert "old" not in once
+    assert "generator" not in once  # settings were chosen there
+    assert utility_table.in_document(utility_table.summary(rows), once) == once
+
+
+def test_what_is_published_is_what_the_results_say() -> None:
+    rows = read_json_lines(utility.RESULTS / "utility.jsonl")
+    known = list(tasks(options(Path("none"))).values())
+    table = utility_table.summary(utility.up_to_date(rows, known))
+    document = (ROOT / "docs" / "utility.md").read_text()
+    assert utility_table.in_document(table, document) == document
+    full = (utility.RESULTS / "utility.md").read_text().splitlines()
+    assert full == markdown(utility_table.as_shown(table))
+
+
 def test_a_group_with_a_run_that_claims_nothing_claims_nothing() -> None:
-    (row,) = utility.summary([run("demo", 0, 0.7), run("demo", 1, 0.7, epsilon=None)])
+    (row,) = utility_table.summary([run("demo", 0, 0.7), run("demo", 1, 0.7, epsilon=None)])
     assert row["epsilon"] is None
-    assert utility.as_shown([row])[0]["epsilon"] == ""
+    assert utility_table.as_shown([row])[0]["epsilon"] == ""
 
 
 def test_doubled_and_outdated_runs_do_not_count() -> None:
