@@ -124,8 +124,7 @@ def clipped_sums(
 
     Guarantees: adding or removing one unit moves the result, over all tables, ranks and dense
     layers (these divided by the dense scale) together, by at most clip_norm / expected_batch in
-    norm. The divisor is a constant of the
-    run, never the number of units drawn.
+    norm. The divisor is a constant of the run, never the number of units drawn.
     """
     # 1. One backward pass leaves a gradient at every lookup and at every dense call. What follows
     #    is computed in all bits of float32, whatever precision the model itself uses.
