@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dpsparse import LogitCalibration, Users
 from lightning_dpsparse.refused import Refused
@@ -17,7 +21,9 @@ from tests.support.calibration_runs import (
     CHEAP,
     QUERY,
     REPLAYED,
+    SIZE,
     STEP,
+    Clicked,
     Clicking,
     calibrated,
     charges,
@@ -156,3 +162,127 @@ def test_too_much_noise_changes_nothing(one_rank: Ranks, tmp_path: Path) -> None
     assert after["found"]["bias"] == 0.0
     for name, value in before["state"]["dense"].items():
         assert torch.equal(value, after["state"]["dense"][name])
+
+
+class Relabelled(Clicking):
+    """Labels that compare an example with the one before it."""
+
+    def logits_and_labels(self, batch: Any) -> Any:
+        first, rest = batch.labels[:1], batch.labels[1:] * (1 - batch.labels[:-1])
+        return self(batch), torch.cat([first, rest])
+
+
+class FirstIsNone(Clicking):
+    """No logit for whoever comes first."""
+
+    def logits_and_labels(self, batch: Any) -> Any:
+        logits = self(batch).clone()
+        logits[0] = torch.nan
+        return logits, batch.labels
+
+
+class Resliced(Clicking):
+    """Slices that alternate from place to place."""
+
+    num_calibration_slices: Any = 2
+
+    def calibration_slices(self, batch: Any) -> Any:
+        return torch.arange(len(batch.labels)) % 2
+
+    def apply_slice_biases(self, slope: float, biases: list[float]) -> None:
+        raise AssertionError("there are none")
+
+
+@pytest.mark.parametrize("kind", [Relabelled, FirstIsNone, Resliced])
+def test_nor_by_what_else_depends_on_others_or_on_places(
+    one_rank: Ranks, tmp_path: Path, kind: type[Clicking]
+) -> None:
+    result = one_rank.run(calibrated, 1, plan(), tmp_path, module=kind())[0]
+    assert result["found"] == {"step": 5}
+    assert charges(result) == [(STEP, 5), (QUERY, 1)]
+
+
+class ForgetsSome(Clicked):
+    """Leaves out some of those who are asked for, where many are."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        kept = indices[: SIZE - 2] if len(indices) == SIZE else indices
+        return [self.examples[i] for i in kept]
+
+
+def test_a_batch_that_lacks_examples_is_not_filled_up_with_copies_that_count(
+    one_rank: Ranks, tmp_path: Path
+) -> None:
+    result = one_rank.run(calibrated, 1, plan(), tmp_path, data=ForgetsSome)[0]
+    assert result["found"] == {"step": 5}
+    assert charges(result) == [(STEP, 5), (QUERY, 1)]
+
+
+class OneRankShort(Clicking):
+    """The second rank returns a logit too few."""
+
+    def logits_and_labels(self, batch: Any) -> Any:
+        return self(batch)[self.trainer.global_rank :], batch.labels
+
+
+def test_ranks_give_up_together_after_the_model_has_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    """In its last batch, after which the first rank would add up counts for ever."""
+    found = two_ranks.run(calibrated, 2, plan(), tmp_path, module=OneRankShort(), save_every=5)
+    for result in found:
+        assert result["found"] == {"step": 5}
+        assert charges(result) == [(STEP, 5), (QUERY, 1)]
+
+
+def test_how_many_examples_have_a_label_is_not_said(one_rank: Ranks, tmp_path: Path) -> None:
+    (said,) = one_rank.run(_heard, tmp_path)
+    (words,) = [words for words in said if "was not calibrated" in words]
+    assert "found labels of shape (another number,)" in words
+    numbers = {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\d", words)}
+    assert numbers == {4096}
+
+
+class Filtering(Clicking):
+    """Labels of clicks alone."""
+
+    def logits_and_labels(self, batch: Any) -> Any:
+        return self(batch), batch.labels[batch.labels > 0]
+
+
+def _heard(folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calibrated(1, plan(), folder, module=Filtering())
+    return [str(w.message) for w in caught]
+
+
+class Parametrized(Clicking):
+    """Its last weight is computed from two others."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not is_parametrized(self.head.out):
+            weight_norm(self.head.out)
+
+
+class NoSlices(Clicking):
+    num_calibration_slices = 0
+
+
+class Unsliced(Clicking):
+    num_calibration_slices = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Parametrized, "found some that are computed from others"),
+        (NoSlices, "Expected num_calibration_slices >= 1, found 0"),
+        (Unsliced, "Expected a method calibration_slices of Unsliced"),
+    ],
+)
+def test_a_line_that_could_not_be_written_is_refused_at_the_start(
+    one_rank: Ranks, tmp_path: Path, kind: type[Clicking], words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        one_rank.run(calibrated, 1, plan(), tmp_path, module=kind())
+    assert not list(tmp_path.rglob("*.journal"))
