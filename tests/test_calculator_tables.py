@@ -73,6 +73,7 @@ def test_calibrate_compares_both_ways_to_draw_users(capsys: pytest.CaptureFixtur
         (1e-2, "2.5 times less noise if all pull in one direction: draw users."),
         (5e-4, "2 times more noise if a user's examples pull in different directions, as they"),
         (5e-4, "8 times more noise if all pull in one direction: draw examples."),
+        (1.02e-3, "has about as much noise if a user's examples pull in different directions"),
     ],
 )
 def test_the_better_drawing_is_named(examples: float, words: str) -> None:
@@ -96,6 +97,32 @@ def test_account_compares_both_ways_too(capsys: pytest.CaptureFixture[str]) -> N
     assert examples > 10 * users
     main(["account", "--noise-multiplier", "2", *options])
     assert f"{examples:.4f}" in capsys.readouterr().out
+
+
+def test_both_ways_are_charged_for_a_calibration(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["account", "--noise-multiplier=2", *LOG, "--batch=4096", "--steps=40", "--calibration=2"]
+    found = answer(capsys, *run)
+    users, examples = (row["epsilon"] for row in found["drawings"])
+    assert users == found["epsilon"]
+    other = [*run, "--batch=42396", "--draw=examples"]
+    assert examples == answer(capsys, *other)["epsilon"]
+
+
+def test_steps_that_no_whole_user_fits_into_are_not_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A batch of five examples has half a user."""
+    options = [*LOG, "--batch", "5", "--steps", "4", "--draw", "examples"]
+    assert answer(capsys, "account", "--noise-multiplier", "2", *options)["drawings"] == []
+
+
+def test_epochs_of_whole_batches_are_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without sampling, T steps need sqrt(T) times the noise."""
+    main(["calibrate", "--epsilon=8", "--examples=1000000", "--batch=1000000", "--epochs=1"])
+    text = capsys.readouterr().out
+    assert "Four epochs cost 100% more noise per step than one." in text
+    assert "Over the run, noise is no less" in text
+    assert "prefer several epochs" not in text
 
 
 def test_drawings_without_an_event_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
