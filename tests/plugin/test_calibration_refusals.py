@@ -56,6 +56,23 @@ class Shared(Clicking):
             self.twin.weight = self.head.out.weight
 
 
+class Parametrized(Clicking):
+    """Its last weight is computed from two others."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not is_parametrized(self.head.out):
+            weight_norm(self.head.out)
+
+
+class NoSlices(Clicking):
+    num_calibration_slices = 0
+
+
+class Unsliced(Clicking):
+    num_calibration_slices = 3
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -64,6 +81,9 @@ class Shared(Clicking):
         (Elsewhere, "found no such layer"),
         (Wide, "with one output and a bias at 'head.hidden'"),
         (Shared, "shares weights"),
+        (Parametrized, "found some that are computed from others"),
+        (NoSlices, "Expected num_calibration_slices >= 1, found 0"),
+        (Unsliced, "Expected a method calibration_slices of Unsliced"),
     ],
 )
 def test_a_module_that_cannot_be_calibrated_is_refused_before_anything_is_charged(
@@ -253,36 +273,3 @@ def _heard(folder: Path) -> list[str]:
         warnings.simplefilter("always")
         calibrated(1, plan(), folder, module=Filtering())
     return [str(w.message) for w in caught]
-
-
-class Parametrized(Clicking):
-    """Its last weight is computed from two others."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        if not is_parametrized(self.head.out):
-            weight_norm(self.head.out)
-
-
-class NoSlices(Clicking):
-    num_calibration_slices = 0
-
-
-class Unsliced(Clicking):
-    num_calibration_slices = 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Parametrized, "found some that are computed from others"),
-        (NoSlices, "Expected num_calibration_slices >= 1, found 0"),
-        (Unsliced, "Expected a method calibration_slices of Unsliced"),
-    ],
-)
-def test_a_line_that_could_not_be_written_is_refused_at_the_start(
-    one_rank: Ranks, tmp_path: Path, kind: type[Clicking], words: str
-) -> None:
-    with pytest.raises(Refused, match=words):
-        one_rank.run(calibrated, 1, plan(), tmp_path, module=kind())
-    assert not list(tmp_path.rglob("*.journal"))
