@@ -169,6 +169,7 @@ class Budget:
             ledger.charge(event, steps=0)
         if self._journal is not None:
             self._journal.write(self.ledger)
+            self._reserved = self.ledger.steps  # it announces no further steps any more
 
     def _reserve(self) -> None:
         """Let the journal charge for this step and some more, before this one begins."""

@@ -20,7 +20,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_dpsparse.accounting import events
-from lightning_dpsparse.accounting.calibration import calibrate, check_delta, default_delta
+from lightning_dpsparse.accounting.calibration import (
+    calibrate,
+    check_delta,
+    default_delta,
+    epsilon_of,
+)
 from lightning_dpsparse.accounting.charges import Charge
 from lightning_dpsparse.accounting.events import DpEvent
 from lightning_dpsparse.accounting.ledger import Ledger
@@ -272,6 +277,14 @@ def resolve(
         raise Refused(
             f"Expected a number of steps to calibrate epsilon={plan.epsilon} for, found training "
             "without end. Set max_steps or max_epochs, or noise_multiplier too."
+        )
+
+    if calibrating is not None and epsilon_of([(calibrating, 1)], delta) >= plan.epsilon:
+        assert calibration is not None
+        raise Refused(
+            f"Expected a calibration that leaves part of epsilon={plan.epsilon:g} to training, "
+            f"found that one with noise_multiplier={calibration.noise_multiplier:g} takes all of "
+            "it. Use a larger one in the calibration, or leave it out for 1% of the budget."
         )
 
     def cost(noise_multiplier: float, grid: float) -> float:

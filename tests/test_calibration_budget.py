@@ -18,6 +18,7 @@ from lightning_dpsparse.budget import Budget, forecast
 from lightning_dpsparse.mechanisms.logit_calibration import LogitCalibration
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.run_ledger import _charge_in_vain
+from lightning_dpsparse.refused import Refused
 from lightning_dpsparse.run_plan import RunPlan, resolve
 from lightning_dpsparse.sampling.poisson import Phase
 from tests.support.journals import charged_in
@@ -77,6 +78,11 @@ def test_the_event_of_a_run_holds_its_calibration() -> None:
     accountant.compose(run.event)
     assert accountant.get_epsilon(DELTA) == pytest.approx(by_dp_accounting(1.0, 200), abs=5e-3)
     assert run.calibration == events.gaussian(2.0)
+
+
+def test_a_calibration_that_takes_all_of_the_target_is_named() -> None:
+    with pytest.raises(Refused, match=r"noise_multiplier=0.5 takes all of it. Use a larger one"):
+        run_plan(epsilon=3.0, calibration=LogitCalibration(noise_multiplier=0.5))
 
 
 def test_a_fixed_key_makes_the_calibration_not_private() -> None:
@@ -152,6 +158,18 @@ def test_steps_after_a_calibration_do_not_take_its_charge_away(tmp_path: Path) -
         counts = {repr(e.event): (e.count, e.steps) for e in ledger.entries}
         assert sorted(counts.values()) == [(1, 0), (2, 2)]
         assert ledger.steps == 2
+
+
+def test_steps_after_a_calibration_are_in_the_journal_before_they_are_taken(
+    tmp_path: Path,
+) -> None:
+    """The charge for the query takes back what the journal had announced."""
+    budget = start(run_plan(noise_multiplier=1.0, calibration=DEAR), folder=tmp_path)
+    for taken in range(1, 4):
+        budget.charge()
+        if taken == 2:
+            budget.charge_calibration()
+        assert charged_in(tmp_path).steps >= taken
 
 
 def test_a_second_calibration_of_one_run_is_not_covered() -> None:

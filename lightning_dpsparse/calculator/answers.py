@@ -156,7 +156,7 @@ def both_drawings(
         }
         if noise_multiplier is not None:
             ledger = Ledger()
-            run.charge(ledger, 0, one.steps)
+            run.charge(ledger, 0, one.steps, to_end=True)
             row["epsilon"] = ledger.epsilon(run.delta)
         rows.append(row)
     return rows

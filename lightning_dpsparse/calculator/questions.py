@@ -27,6 +27,9 @@ from lightning_dpsparse.sampling.schedule import Sampling
 _THRESHOLDS = ("threshold", "false_positives", "half_survival")
 """AdaFEST asks for one of these settings. No price depends on which, or on its value."""
 
+_ALIKE = 0.1
+"""Largest difference of steps that are said to have as many examples, as a part of them."""
+
 
 @dataclass(frozen=True)
 class Population:
@@ -80,7 +83,8 @@ class Question:
     def drawn_otherwise(self) -> Question | None:
         """The same users by the other drawing, with as many examples in a step.
 
-        None if it is not known how many users there are, or if there is no event for it.
+        None if it is not known how many users there are, if there is no event for it, or if no
+        whole batch has about as many examples.
         """
         if self.unit is None or self.users is None:
             return None
@@ -93,6 +97,8 @@ class Question:
                 unit = replace(self.unit, drawn="users")
                 units, batch = users.num_users, self.batch / per_user
             size = min(max(1, round(batch)), units // self.num_days)
+            if abs(size - batch) > _ALIKE * batch:
+                return None
             other = replace(self, unit=unit, num_units=units, batch=size)
             other.resolve(noise_multiplier=1.0)  # refuses what has no event
         except Refused:

@@ -16,6 +16,8 @@ _SAMPLING = {
 }
 
 
+_WORTH_IT = 0.02
+"""Least part of a run's noise that more epochs are recommended for."""
 _NUMBERS = {2: "Two", 4: "Four"}
 
 
@@ -58,13 +60,19 @@ def _epochs(rows: Sequence[dict[str, Any]]) -> list[str]:
         for r in rows
     ]
     row = next((r for r in rows if r["epochs"] == 4), rows[-1])
+    less = 1 - row["run_over_one_epoch"]
+    over_the_run = (
+        f"noise is {_percent(less)} less against the largest signal that clipping allows: prefer "
+        "several epochs, as long as the model does not over-fit."
+        if less >= _WORTH_IT
+        else "noise is no less against the largest signal that clipping allows: more epochs cost "
+        "as much as they bring, as they do where a batch is nearly all of the data."
+    )
     return [
         *lines,
         "",
         f"{_NUMBERS[row['epochs']]} epochs cost {_percent(row['step_over_one_epoch'] - 1)} more "
-        "noise per step than one. Over the run, noise is "
-        f"{_percent(1 - row['run_over_one_epoch'])} less against the largest signal that clipping "
-        "allows: prefer several epochs, as long as the model does not over-fit.",
+        f"noise per step than one. Over the run, {over_the_run}",
     ]
 
 
@@ -101,7 +109,10 @@ def _percent(share: float) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{max(ratio, 1 / ratio):.2g} times {'less' if ratio >= 1 else 'more'} noise"
+    times = f"{max(ratio, 1 / ratio):.2g}"
+    if times == "1":
+        return "about as much noise"
+    return f"{times} times {'less' if ratio >= 1 else 'more'} noise"
 
 
 def account_in_words(answer: dict[str, Any]) -> str:

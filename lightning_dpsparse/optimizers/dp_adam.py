@@ -25,6 +25,9 @@ from lightning_dpsparse.refused import Refused
 _STATE = ("step", "exp_avg", "exp_avg_sq", "noise_variance")
 """What is kept of a parameter: two numbers, and two tensors of its shape."""
 
+_SETTINGS = ("lr", "betas", "eps", "floor", "weight_decay")
+"""What a group of parameters has settings of."""
+
 
 class DPAdam(Optimizer):
     """Adam that divides by the root of the squared gradient, without the squared noise.
@@ -136,6 +139,13 @@ class DPAdam(Optimizer):
                     f"Expected a state of DPAdam, which has {list(_STATE)} of each parameter, "
                     f"found {shown(sorted(state))}: which noise is in it is not known. Go on with "
                     "the optimizer that saved it, or load the weights alone."
+                )
+        for group in state_dict["param_groups"]:
+            if not set(_SETTINGS) <= set(group):
+                raise Refused(
+                    f"Expected the settings of DPAdam, {list(_SETTINGS)}, in each group of a "
+                    f"checkpoint, found {shown(sorted(set(group) - {'params'}))}. Go on with the "
+                    "optimizer that saved it, or load the weights alone."
                 )
         super().load_state_dict(state_dict)
         for group in self.param_groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -29,7 +30,8 @@ class LinearDecay(LRScheduler):
     Args:
         optimizer: Whose learning rates fall.
         total_steps: T. The models of this package fill in the steps that the trainer plans. A
-            module of your own gives `self.trainer.estimated_stepping_batches`.
+            module of your own gives `self.trainer.estimated_stepping_batches`, and the interval
+            "step" to Lightning, which otherwise would lower the rate once in an epoch.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int | None = None) -> None:
@@ -48,16 +50,20 @@ class LinearDecay(LRScheduler):
         check_whole("total_steps", steps, remedy=_REMEDY)
         self.total_steps = int(steps)
 
-    @override
-    def get_lr(self) -> list[Any]:
-        if self.last_epoch == 0:
-            return list(self.base_lrs)
+    def known_steps(self) -> int:
+        """T, if somebody has said it."""
         if self.total_steps is None:
             raise Refused(
                 "Expected LinearDecay to know the number of steps, found that nobody said. "
                 f"{_REMEDY}"
             )
-        share = max(0.0, 1.0 - self.last_epoch / self.total_steps)
+        return self.total_steps
+
+    @override
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == 0:
+            return list(self.base_lrs)
+        share = max(0.0, 1.0 - self.last_epoch / self.known_steps())
         return [rate * share for rate in self.base_lrs]
 
     @override
@@ -65,3 +71,19 @@ class LinearDecay(LRScheduler):
         """How far it has come. A run that goes on may plan another number of steps."""
         state: dict[str, Any] = super().state_dict()
         return {name: value for name, value in state.items() if name != "total_steps"}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there. The next step has the rate of the present plan, not of the old one.
+
+        Restore the optimizer first, as Lightning does: its state has the old rate.
+        """
+        super().load_state_dict(state_dict)
+        if self.total_steps is None:
+            return
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

@@ -80,6 +80,12 @@ def _layer_at(module: nn.Module, path: str, num_outputs: int) -> nn.Linear:
             "Name the layer that makes the logit, or write apply_calibration; a model with several "
             f"tasks says how many in num_calibration_tasks. {WAY_OUT}"
         )
+    if not (isinstance(layer.weight, nn.Parameter) and isinstance(layer.bias, nn.Parameter)):
+        raise Refused(
+            f"Expected a weight and a bias that are parameters at {path!r}, found some that are "
+            "computed from others: a slope could not be written there. Write apply_calibration. "
+            f"{WAY_OUT}"
+        )
     uses = [p for _, p in module.named_parameters(remove_duplicate=False)]
     if sum(p is layer.weight or p is layer.bias for p in uses) > 2:
         raise Refused(

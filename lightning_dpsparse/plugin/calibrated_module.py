@@ -35,7 +35,7 @@ from lightning_dpsparse.mechanisms.logit_calibration.platt import LogitMap
 from lightning_dpsparse.plugin.calibrated_layers import WAY_OUT, logit_rows
 from lightning_dpsparse.refused import Refused
 
-_MOST_TASKS = 1_000
+_MOST_TASKS, _MOST_SLICES = 1_000, 100_000
 
 
 class CalibratedModule:
@@ -49,15 +49,26 @@ class CalibratedModule:
                 "logits_and_labels. Give it such a method: it takes a batch, and returns one logit "
                 f"and one label for every example. {WAY_OUT}"
             )
-        self.num_tasks = _number_of_tasks(module)
+        self.num_tasks = _number_of(
+            module, "num_calibration_tasks", "logits of an example", _MOST_TASKS
+        )
         """Number of logits of an example. It is read once, before training: noise depends on it."""
-        self.num_slices = int(getattr(module, "num_calibration_slices", 1))
+        self.num_slices = _number_of(
+            module, "num_calibration_slices", "slices of an example's feature", _MOST_SLICES
+        )
         if self.num_tasks > 1 and self.num_slices > 1:
             raise Refused(
                 f"Expected tasks or slices in a calibration, found {type(module).__name__} with "
                 f"num_calibration_tasks={self.num_tasks:,} and num_calibration_slices="
                 f"{self.num_slices:,}. Leave out one of them. {WAY_OUT}"
             )
+        for name in ("calibration_slices", "apply_slice_biases"):
+            if self.num_slices > 1 and not callable(getattr(module, name, None)):
+                raise Refused(
+                    f"Expected a method {name} of {type(module).__name__}, which has "
+                    f"num_calibration_slices={self.num_slices:,}, found none. Give it one, or "
+                    f"leave the slices out. {WAY_OUT}"
+                )
         if not self._applies_itself:
             logit_rows(module, self.num_tasks)
 
@@ -99,10 +110,9 @@ class CalibratedModule:
         return callable(getattr(self._module, "apply_calibration", None))
 
 
-def _number_of_tasks(module: LightningModule) -> int:
-    found = getattr(module, "num_calibration_tasks", 1)
-    remedy = f"Set it to the number of logits of an example. {WAY_OUT}"
-    check_whole("num_calibration_tasks", found, most=_MOST_TASKS, remedy=remedy)
+def _number_of(module: LightningModule, name: str, what: str, most: int) -> int:
+    found = getattr(module, name, 1)
+    check_whole(name, found, most=most, remedy=f"Set it to the number of {what}. {WAY_OUT}")
     return int(found)
 
 
@@ -111,7 +121,7 @@ def _check_shape(name: str, values: Any, shape: tuple[int, ...]) -> None:
     if isinstance(values, Tensor) and values.shape == shape:
         return
     found = (
-        f"{name} of shape {tuple(values.shape)}"
+        f"{name} of shape {_said(values.shape, shape[0])}"
         if isinstance(values, Tensor)
         else f"{name} that are no tensor but {type(values).__name__}"
     )
@@ -121,3 +131,11 @@ def _check_shape(name: str, values: Any, shape: tuple[int, ...]) -> None:
         f"{shape}, found {found}. Return them in the order of the batch, and set the module's "
         "num_calibration_tasks to the number of its tasks."
     )
+
+
+def _said(found: torch.Size, num_examples: int) -> str:
+    """A shape in words. Of how many examples something is known is not for everybody to see."""
+    sizes = list(map(str, found))
+    if sizes and found[0] != num_examples:
+        sizes[0] = "another number"
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"

@@ -28,6 +28,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_dpsparse.checks import LARGEST, check_choice, check_kind
 from lightning_dpsparse.engine.mechanism import Mechanism
 from lightning_dpsparse.mechanisms.fest import selection_of
+from lightning_dpsparse.optimizers.linear_decay import LinearDecay
 from lightning_dpsparse.plan import PrivacyPlan
 from lightning_dpsparse.plugin.history import History
 from lightning_dpsparse.plugin.logs import Logs
@@ -140,6 +141,23 @@ def check_monitored_schedules(trainer: Trainer, logs: Logs) -> None:
                 f"Expected a learning rate that follows a schedule or a metric of validation data, "
                 f"found one that follows {config.monitor!r}, which training logs without noise. "
                 "Monitor another metric, or use a schedule."
+            )
+
+
+def check_linear_decay(trainer: Trainer) -> None:
+    """Refuse a rate that would not fall: counted in batches, and lowered once in an epoch."""
+    for config in trainer.lr_scheduler_configs:
+        scheduler, epochs = config.scheduler, trainer.max_epochs
+        if not isinstance(scheduler, LinearDecay):
+            continue
+        steps = scheduler.known_steps()
+        has_end = epochs is not None and epochs != -1
+        if config.interval == "epoch" and not (has_end and steps <= (epochs or 0)):
+            raise Refused(
+                f"Expected LinearDecay over {steps:,} steps to be stepped after every batch, found "
+                "that it is stepped after every epoch: the rate would hardly fall. Return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'interval': 'step'}} from "
+                "configure_optimizers."
             )
 
 

@@ -9,14 +9,17 @@ in an error or by a signal does not: whoever goes on with it will.
 
 How many examples share a batch, and in which place of it an example stands, must not show in its
 logit, or a unit would move the cells of others. So all batches have one size, filled up with
-examples that do not count, and the first batch is read twice, moved by one place, to see that.
+examples that do not count. To see that, half of the first batch is read again, in other places
+and beside others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -58,7 +61,9 @@ the last bit wherever in the batch an example stands."""
 _ROUNDING = 1e-3
 """Largest difference of logits that may be rounding, over the size of logits."""
 
+T = TypeVar("T")
 Read = tuple[Tensor, Tensor, Tensor | None]
+"""Logits, labels and slices of the examples of a batch."""
 Lines = tuple[LogitMap, ...]
 """One for each task."""
 
@@ -95,9 +100,8 @@ class RunCalibration:
         self._module = CalibratedModule(module)
         num_tasks = self._module.num_tasks
         self._evidence.calibrated_tasks = num_tasks
-        if num_tasks > 1:
-            assert run.plan.calibration is not None
-            check_shares_grid(run.plan.calibration.stddev(examples_per_unit(run.plan), num_tasks))
+        assert run.plan.calibration is not None
+        check_shares_grid(run.plan.calibration.stddev(examples_per_unit(run.plan), num_tasks))
         if sampled.every_example is None:
             raise Refused(
                 "Expected a data set that can be read in order for a calibration, found another. "
@@ -206,47 +210,83 @@ class RunCalibration:
         quiet = not self._strategy.is_global_zero
         bar = tqdm(total=len(loader), desc="Calibrating", delay=1.0, leave=False, disable=quiet)
         with bar, torch.no_grad(), _evaluating(self._lightning):
-            for i, batch in enumerate(_together(loader)):
-                size = min(self._size, max(remaining, 0))
-                remaining -= self._size
-                filled = _filled(batch, self._size)
-                logits_B, labels_B, slices_B = self._read(filled)
+            batches = iter(loader)
+            for i in range(len(loader)):
+                size = min(self._size, remaining)
+                remaining -= size
+                batch = _together(partial(self._next, batches, size))
+                read = _together(partial(self._read, batch))
                 if i == 0:
-                    self._check_places(filled, logits_B)
-                if num_tasks > 1:
-                    histogram.add_tasks(logits_B[:size], labels_B[:size])
-                else:
-                    slices = None if slices_B is None else slices_B[:size]
-                    histogram.add(logits_B[:size], labels_B[:size], slices)
+                    self._check_places(batch, read)
+                _together(partial(_count, histogram, read, size, num_tasks))
                 bar.update()
         sum_over_ranks(histogram.counts_SLK)
         return histogram.counts_SLK
+
+    def _next(self, batches: Iterator[Any], num_left: int) -> Any:
+        """The next batch, filled up. It has as many examples as it was asked for, or is refused."""
+        batch = next(batches)
+        found = num_examples(batch)
+        if found != max(num_left, 1):  # a rank whose share has ended reads somebody again
+            raise Refused(
+                "Expected a batch with as many examples as were asked for, found another number "
+                "of them: what fills it up would count for somebody. Have the collate function, "
+                "and hooks that move batches, keep every example."
+            )
+        return _filled(batch, self._size)
 
     def _read(self, batch: Any) -> Read:
         assert self._module is not None
         return self._module.read(self._moved(batch), self._size)
 
-    def _check_places(self, batch: Any, logits_B: Tensor) -> None:
-        """Refuse logits that depend on other examples, and note those that depend on places."""
+    def _check_places(self, batch: Any, here: Read) -> None:
+        """Refuse what depends on other examples, and note logits that depend on places."""
         if self._size < 2:
             return
-        moved = take_examples(batch, self._size, [0, *range(self._size - 1)])
-        there = self._read(moved)[0][1:].double()
-        here = logits_B[:-1].double()
-        difference = (there - here).abs().nan_to_num(0.0)
-        (largest,) = largest_over_ranks(
-            [float((difference / (1.0 + here.abs())).nan_to_num(0).max())]
-        )
+        # One half backwards in the place of the other, and in its own place the first one only.
+        half = self._size // 2
+        index = [*([0] * (self._size - half)), *range(half - 1, -1, -1)]
+        there = _together(partial(self._read, take_examples(batch, self._size, index)))
+        (largest,) = largest_over_ranks([_difference(here, there, index)])
         if largest > _ROUNDING:
             raise Refused(
-                "Expected logits of which each depends on its own example, found that they change "
-                "with the others in the batch. Leave out what mixes examples."
+                "Expected logits, labels and slices of which each depends on its own example, "
+                "found that they change with the others in the batch. Leave out what mixes "
+                "examples."
             )
         if largest > 0:
             self._evidence.taint(
                 "In the calibration an example's logit depended on its place in the batch in its "
                 "last bits: a unit may have moved counts of other units than its own."
             )
+
+
+def _count(histogram: LogitHistogram, read: Read, size: int, num_tasks: int) -> None:
+    """Count the first `size` examples that were read."""
+    logits_B, labels_B, slices_B = read
+    if num_tasks > 1:
+        histogram.add_tasks(logits_B[:size], labels_B[:size])
+    else:
+        slices = None if slices_B is None else slices_B[:size]
+        histogram.add(logits_B[:size], labels_B[:size], slices)
+
+
+def _difference(here: Read, there: Read, index: list[int]) -> float:
+    """How much logits changed that were read again, over their size.
+
+    `there` has the examples of `here` with these numbers. The result is infinite if one of them has
+    another label or slice there, or a logit that is no number in one of them alone.
+    """
+    logits, labels = here[0][index].double(), here[1][index].double()
+    logits_there, labels_there = there[0].double(), there[1].double()
+    is_same = torch.equal(logits.isfinite(), logits_there.isfinite())
+    is_same &= torch.equal(labels.isfinite(), labels_there.isfinite())
+    is_same &= torch.equal(labels >= 0.5, labels_there >= 0.5)
+    if here[2] is not None and there[2] is not None:
+        is_same &= torch.equal(here[2][index], there[2])
+    if not is_same:
+        return math.inf
+    return float(((logits_there - logits).abs() / (1.0 + logits.abs())).nan_to_num(0.0).max())
 
 
 def _filled(batch: Any, size: int) -> Any:
@@ -257,24 +297,23 @@ def _filled(batch: Any, size: int) -> Any:
     return take_examples(batch, found, [*range(found), *([0] * (size - found))])
 
 
-def _together(loader: Any) -> Iterator[Any]:
-    """The batches of a loader. If a rank cannot read one, all ranks stop there.
+def _together(act: Callable[[], T]) -> T:
+    """What `act` gives on this rank. If it fails on one rank, all ranks stop here.
 
-    Without this the others would wait for it in the model's exchange of lookups.
+    Without this the others would wait for it in the model's exchange of lookups, or add up what it
+    has not counted.
     """
-    batches = iter(loader)
-    for _ in range(len(loader)):
-        batch, failure = None, None
-        try:
-            batch = next(batches)
-        except Exception as error:
-            failure = error
-        (is_failed,) = largest_over_ranks([float(failure is not None)])
-        if failure is not None:
-            raise failure
-        if is_failed:
-            raise RuntimeError("another rank could not read its data")
-        yield batch
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    (is_failed,) = largest_over_ranks([float(failure is not None)])
+    if failure is not None:
+        raise failure
+    if is_failed:
+        raise RuntimeError("another rank could not read its data")
+    return result
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from lightning_dpsparse.plugin.optimizer_noise import check_noise_fits, tell_noi
 from lightning_dpsparse.plugin.plain_training import PlainTraining
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.private_training import PrivateTraining
+from lightning_dpsparse.plugin.refusals import check_linear_decay
 from lightning_dpsparse.plugin.trainer_internals import (
     before_training_ends,
     begin_next_epoch,
@@ -128,6 +129,7 @@ class DPSparseStrategy(ShardedCheckpoints):
         self.averaging.begin(self.module)
         super().setup_optimizers(trainer)
         check_noise_fits(self.optimizers, plan)
+        check_linear_decay(trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -25,14 +25,12 @@ from lightning_dpsparse.mechanisms.logit_calibration.histogram import (
 from lightning_dpsparse.mechanisms.logit_calibration.platt import SLOPES, LogitMap, fit_line
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import RunKey
+from lightning_dpsparse.noise.keystream import hidden_share
 from lightning_dpsparse.noise.sources import FastNoise, NoiseSource, RowNoise, SecureNoise
+from tests.support.odd_logits import CPU, FEW, LABELS, LOGITS
 
-FEW = LogitCalibration(noise_multiplier=2.0, bins=6, largest_logit=3.0)
-CPU = torch.device("cpu")
 SLICES = 3
 
-LOGITS = st.floats(-6, 6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 3.0, -3.0])
-LABELS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 7.0, math.nan])
 EXAMPLES = st.lists(st.tuples(LOGITS, LABELS, st.integers(-1, 4)), max_size=12)
 
 
@@ -106,6 +104,22 @@ def test_every_count_gets_its_noise_on_the_grid(kind: type[NoiseSource], stddev:
     other = noisy_counts(torch.zeros_like(counts), stddev, source, release=10)
     correlation = np.corrcoef(other.flatten().numpy(), again.flatten().numpy())[0, 1]
     assert abs(correlation) < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("stddev", [0.7, 1.0, 0.99996, 63.99])
+def test_the_gaussian_part_of_the_noise_is_all_of_what_is_charged(stddev: float) -> None:
+    """A draw has a small part that is not Gaussian (`noise/keystream.py`): it does not count. It is
+    largest just above a power of two, to which the noise may be raised."""
+    asked = []
+
+    class Asked(SecureNoise):
+        def fill_(self, out: Tensor, stream: Any, stddev: float = 1.0, *rest: Any) -> Tensor:
+            asked.append(stddev)
+            return super().fill_(out, stream, stddev)
+
+    noisy_counts(torch.zeros(1, 2, 3, dtype=torch.int64), stddev, Asked(RunKey()), 0)
+    (drawn,) = asked
+    assert stddev * (1 - 1e-12) <= drawn * hidden_share(drawn) <= stddev * (1 + 4e-4)
 
 
 def test_without_noise_counts_stay_as_they_are() -> None:

@@ -22,13 +22,10 @@ from lightning_dpsparse.mechanisms.logit_calibration.histogram import (
 from lightning_dpsparse.mechanisms.logit_calibration.platt import fit_line, fit_tasks
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.noise.sources import FastNoise
+from tests.support.odd_logits import CPU, FEW, LABELS, LOGITS
 
-FEW = LogitCalibration(noise_multiplier=2.0, bins=6, largest_logit=3.0)
-CPU = torch.device("cpu")
 TASKS = 3
 
-LOGITS = st.floats(-6, 6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 3.0, -3.0])
-LABELS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 7.0, math.nan])
 EXAMPLES = st.lists(
     st.lists(st.tuples(LOGITS, LABELS), min_size=TASKS, max_size=TASKS), max_size=12
 )

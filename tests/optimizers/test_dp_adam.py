@@ -277,6 +277,13 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         DPAdam(values).load_state_dict(adam.state_dict())
 
 
+def test_the_settings_of_another_optimizer_are_refused() -> None:
+    """Of one that took no step, and so has no state to tell it by."""
+    values = parameters()
+    with pytest.raises(Refused, match=r"Expected the settings of DPAdam.*found \['amsgrad'"):
+        DPAdam(values).load_state_dict(torch.optim.Adam(values).state_dict())
+
+
 def test_a_parameter_counts_its_own_steps() -> None:
     """One that is thawed later begins as it would have begun at first."""
     late, first = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)

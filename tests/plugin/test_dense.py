@@ -7,30 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dpsparse import EANA, LSG, RGP, LazyDP, Placement, SparseDPSGD
-from lightning_dpsparse.noise.sources import FastNoise
-from tests.support.dense_layers import NaiveForm
+from lightning_dpsparse import EANA, RGP, LazyDP, Placement
+from tests.support.dense_forms import DENSE, naive_forms
 from tests.support.naive_step import SIZES, naive, plan, run
 from tests.support.plain_training import PLACEMENTS, SGD, assert_close
 from tests.support.ranks import Ranks
-
-DENSE = {
-    "rgp": RGP(2),
-    "lsg": LSG(3, 0.25, warmup=1, exclude=[]),
-    "sparse": SparseDPSGD(0.3, warmup=1),
-}
-
-
-def naive_forms(dense: Any) -> Any:
-    noise = FastNoise(plan().make_key())
-
-    def at(model: torch.nn.Module, step: int) -> dict[str, NaiveForm]:
-        """Of the hidden layer. The last one is left out, or as small as its factors."""
-        weight = model.get_parameter("head.hidden.weight").detach()
-        form = NaiveForm(dense, "head.hidden.weight", weight, step, noise, torch.float32)
-        return {"head.hidden.weight": form}
-
-    return at
 
 
 @pytest.mark.parametrize("sizes", ["uneven", "empty"])

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dpsparse import DPSGD, EANA, Placement
-from lightning_dpsparse.engine.clipping import AutomaticClipping
+from lightning_dpsparse import DPSGD, EANA, AdaFEST, LazyDP, Placement
+from lightning_dpsparse.engine.clipping import AutomaticClipping, GroupClipping
+from tests.support.dense_forms import DENSE, naive_forms
 from tests.support.naive_step import (
     ADAGRAD,
     EXPECTED,
     SIZES,
     Batches,
+    grouped,
     naive,
     plan,
     run,
@@ -95,3 +97,36 @@ def facts_of_a_run() -> dict[str, Any]:
 def test_the_report_shows_it(one_rank: Ranks) -> None:
     (ran,) = one_rank.run(facts_of_a_run)
     assert (ran["clip_norm"], ran["noise_stddev"], ran["dense_scale"]) == (0.5, 0.5, 3.0)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("name", DENSE)
+def test_released_forms_are_scaled_and_not_the_gradients_behind_them(
+    two_ranks: Ranks, name: str, most: int | None
+) -> None:
+    sizes, private = SIZES["uneven"], plan(dense=DENSE[name], dense_scale=3.0)
+    start, end = run(two_ranks, sizes, PLACEMENTS["mixed"], SGD, private, most=most)
+    forms = naive_forms(DENSE[name])
+    expected = naive(start, sizes, SGD, 0.5, dense_forms=forms, factors=scaled(3.0))
+    assert_close(end, expected, 1e-5)
+
+
+def test_groups_keep_their_bounds_in_the_scaled_unit(one_rank: Ranks) -> None:
+    """t0 and t1 against all else, of which the dense layers are divided."""
+
+    def in_groups(names: list[str], each: Any, clip_norm: float) -> list[float]:
+        scales = [1.0 if name.startswith("bags.") else 3.0 for name in names]
+        return grouped(names, [g / s for g, s in zip(each, scales)], clip_norm)
+
+    clipping = GroupClipping({"*.t[01].weight": 3.0, "*": 4.0})
+    private = plan(clipping=clipping, dense_scale=3.0)
+    start, end = run(one_rank, SIZES["uneven"], Placement(), SGD, private)
+    assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5, factors=in_groups), 2e-6)
+
+
+@pytest.mark.parametrize("mechanism", [LazyDP(), AdaFEST(threshold=-1e6)], ids=["lazy", "adafest"])
+def test_other_mechanisms_measure_in_it_too(one_rank: Ranks, mechanism: Any) -> None:
+    """Without noise; rows all pass the threshold."""
+    private = plan(mechanism=mechanism, dense_scale=3.0)
+    start, end = run(one_rank, SIZES["uneven"], Placement(), SGD, private)
+    assert_close(end, naive(start, SIZES["uneven"], SGD, 0.5, factors=scaled(3.0)), 1e-6)

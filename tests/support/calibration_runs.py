@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dpsparse import LogitCalibration, PrivacyPlan
+from lightning_dpsparse.accounting import events
 from lightning_dpsparse.mechanisms.logit_calibration.histogram import (
     LogitHistogram,
     centres,
     noisy_counts,
 )
 from lightning_dpsparse.mechanisms.logit_calibration.platt import LogitMap, fit_line
-from tests.support.private_runs import Marked, Watching, fit, strict_collate
+from tests.support.private_runs import Marked, Watching, fit, ledger_of, strict_collate
 from tests.support.tiny_model import collate
 
 SIZE, BATCH = 3000, 600  # epochs of five steps
@@ -66,6 +67,16 @@ class Clicking(Watching):
 def plan(**settings: Any) -> PrivacyPlan:
     base = {"noise_multiplier": 1.0, "delta": 1e-5, "calibration": CHEAP}
     return PrivacyPlan(**(base | settings))
+
+
+QUERY, STEP = events.gaussian(2.0), events.poisson_gaussian(BATCH / SIZE, 1.0)
+REPLAYED = {"fixed_key": 4}
+BEFORE = plan(**REPLAYED, calibration=None)  # the same run, without the query
+
+
+def charges(result: dict[str, Any]) -> list[tuple[Any, int]]:
+    """Events and how often they were charged, in order."""
+    return [(e.event, e.count) for e in ledger_of(result).entries]
 
 
 def clicks_loader(world: int, data: Any = None, **settings: Any) -> DataLoader[Any]:

@@ -12,10 +12,14 @@ from torch import Tensor
 from lightning_dpsparse.mechanisms.logit_calibration.description import LogitCalibration
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import Stream
+from lightning_dpsparse.noise.keystream import hidden_share
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
 
 # B examples, S slices or tasks, L labels (2), K bins, T tasks
+
+_GAUSSIAN_PART = hidden_share(1.0)
+"""Standard deviation of a draw's Gaussian part over that of the draw, where it is smallest."""
 
 
 class LogitHistogram:
@@ -68,7 +72,7 @@ def centres(settings: LogitCalibration) -> Tensor:
 
 def check_shares_grid(stddev: float) -> None:
     """Refuse noise that has no digits below one, as counts would show between its multiples."""
-    if stddev > 0 and grid_of(stddev) > 1.0:
+    if stddev > 0 and grid_of(stddev / _GAUSSIAN_PART) > 1.0:
         raise Refused(
             f"Expected noise of less than {2**20:,} on counts, found {stddev:,.0f}. Use a smaller "
             "noise_multiplier in the calibration."
@@ -78,11 +82,14 @@ def check_shares_grid(stddev: float) -> None:
 def noisy_counts(counts_SLK: Tensor, stddev: float, source: NoiseSource, release: int) -> Tensor:
     """Add noise to all counts, of examples that occur and of those that do not.
 
-    `release` names the draws, and must be new. The result is in float64, on the CPU.
+    `release` names the draws, and must be new. The result is in float64, on the CPU. Of a draw
+    only its Gaussian part is relied on (`noise/keystream.py`), so that draws are larger by what is
+    not: by a part in 3,000.
     """
     counts = counts_SLK.cpu().double()
     if stddev == 0:
         return counts
     check_shares_grid(stddev)
+    stddev /= _GAUSSIAN_PART
     drawn = source.fill_(torch.empty(counts.numel(), 1), Stream("calibration", "", release), stddev)
     return counts + drawn.double().view_as(counts)
