@@ -63,6 +63,10 @@ def hidden_share(stddev: float) -> float:
     return math.sqrt(1.0 - _BLUR_VARIANCE / (stddev / grid_of(stddev)) ** 2)
 
 
+SMALLEST_HIDDEN_SHARE = hidden_share(1.0)
+"""At a power of two, where a standard deviation has the coarsest grid for its size."""
+
+
 class Keystream:
     """Draws from AES-128 in counter mode, under a key that nothing else uses."""
 

@@ -12,14 +12,11 @@ from torch import Tensor
 from lightning_dpsparse.mechanisms.logit_calibration.description import LogitCalibration
 from lightning_dpsparse.noise.grid import grid_of
 from lightning_dpsparse.noise.keys import Stream
-from lightning_dpsparse.noise.keystream import hidden_share
+from lightning_dpsparse.noise.keystream import SMALLEST_HIDDEN_SHARE
 from lightning_dpsparse.noise.sources import NoiseSource
 from lightning_dpsparse.refused import Refused
 
 # B examples, S slices or tasks, L labels (2), K bins, T tasks
-
-_GAUSSIAN_PART = hidden_share(1.0)
-"""Standard deviation of a draw's Gaussian part over that of the draw, where it is smallest."""
 
 
 class LogitHistogram:
@@ -72,7 +69,7 @@ def centres(settings: LogitCalibration) -> Tensor:
 
 def check_shares_grid(stddev: float) -> None:
     """Refuse noise that has no digits below one, as counts would show between its multiples."""
-    if stddev > 0 and grid_of(stddev / _GAUSSIAN_PART) > 1.0:
+    if stddev > 0 and grid_of(stddev / SMALLEST_HIDDEN_SHARE) > 1.0:
         raise Refused(
             f"Expected noise of less than {2**20:,} on counts, found {stddev:,.0f}. Use a smaller "
             "noise_multiplier in the calibration."
@@ -90,6 +87,6 @@ def noisy_counts(counts_SLK: Tensor, stddev: float, source: NoiseSource, release
     if stddev == 0:
         return counts
     check_shares_grid(stddev)
-    stddev /= _GAUSSIAN_PART
+    stddev /= SMALLEST_HIDDEN_SHARE
     drawn = source.fill_(torch.empty(counts.numel(), 1), Stream("calibration", "", release), stddev)
     return counts + drawn.double().view_as(counts)
