@@ -88,8 +88,9 @@ class ModelAverage:
         """A step has been taken: dense layers are averaged now, and rows when they move."""
         assert not self.is_swapped
         share = self._clock.tick()
-        for name, parameter in self._dense.items():
-            self._averages[name].lerp_(parameter, share)
+        if self._dense:
+            averages, weights = list(self._averages.values()), list(self._dense.values())
+            torch._foreach_lerp_(averages, weights, share)
         for _, table in self._tables:
             table.note_step(share)
 
