@@ -229,6 +229,40 @@ def test_a_file_that_is_saved_in_validation_has_both(
     assert torch.equal(loaded["dense"][name], weights["dense"][name])
 
 
+class SavesAfterStep(Callback):
+    """Saves a checkpoint after a step, before callbacks that stand behind it hear of the step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == SAVED:
+            trainer.save_checkpoint(self.path)
+
+
+def save_first(folder: Path, mechanism: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, weights = SmallModule(), Weights()
+    trainer = make_trainer(
+        1,
+        callbacks=[SavesAfterStep(folder / "saved"), AverageWeights(half_life=3.0), weights],
+        privacy=None if mechanism is None else plan(noise=1.0, mechanism=mechanism),
+        default_root_dir=str(folder),
+    )
+    trainer.fit(module, Batches([[2, 1]] * STEPS, None))
+    return {"end": snapshot(module), "after": weights.after}
+
+
+@pytest.mark.parametrize("mechanism", [None, EAGER], ids=["plain", "DPSGD"])
+def test_a_file_of_a_callback_that_comes_first_has_the_last_step_too(
+    one_rank: Ranks, tmp_path: Path, mechanism: Any
+) -> None:
+    results = one_rank.run(save_first, tmp_path, mechanism)
+    saved = consolidate(tmp_path / "saved")["state_dict"]
+    assert_near(saved, by_hand(after(results)[:SAVED], half_life=3.0), 1e-6)
+    assert_near(whole(results), by_hand(after(results), half_life=3.0), 1e-6)
+
+
 def load_again(folder: Path, mechanism: Any) -> Any:
     module = Loaded()
     trainer = make_trainer(
@@ -287,6 +321,51 @@ def test_unless_somebody_has_written_to_the_module(one_rank: Ranks) -> None:
     name = "head.out.weight"
     spoiled = found["interrupted"]["dense"][name] + 1.0
     assert torch.equal(found["loaded"]["dense"][name], spoiled)
+
+
+def fit_once_more(folder: Path, mechanism: Any, way: str) -> dict[str, Any]:
+    """All is done, and `fit` is called again; then it goes on for another epoch."""
+    torch.manual_seed(0)
+    module, weights = Loaded(), Weights()
+
+    def trainer_of() -> Any:
+        return make_trainer(
+            1,
+            callbacks=[weights, AverageWeights(half_life=3.0)],
+            default_root_dir=str(folder),
+            privacy=None if mechanism is None else plan(noise=1.0, mechanism=mechanism),
+        )
+
+    trainer, batches = trainer_of(), Batches([[2, 1]] * STEPS, None)
+    trainer.fit(module, batches)
+    first = snapshot(module)
+    trainer.save_checkpoint(folder / "end")
+    if way == "another trainer":
+        trainer, module = trainer_of(), Loaded()
+    path = None if way == "in memory" else folder / "end"
+    trainer.fit(module, batches, ckpt_path=path)
+    assert len(weights.after) == STEPS
+    second, raw = snapshot(module), weights.after[-1]
+    trainer.save_checkpoint(folder / "again")
+    if way != "another trainer":  # which has not charged for these weights
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, batches)
+    return {"first": first, "second": second, "raw": raw, "loaded": module.loaded,
+            "after": weights.after, "end": snapshot(module)}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["in memory", "from a file", "another trainer"])
+@pytest.mark.parametrize("mechanism", [None, EAGER, LAZY], ids=["plain", "DPSGD", "LazyDP"])
+def test_a_fit_with_nothing_left_to_do_keeps_the_average(
+    one_rank: Ranks, tmp_path: Path, mechanism: Any, way: str
+) -> None:
+    results = one_rank.run(fit_once_more, tmp_path, mechanism, way)
+    assert_equal(whole(results, "second"), whole(results, "first"))
+    assert_near(consolidate(tmp_path / "again")["state_dict"], whole(results, "first"), 0.0)
+    if way == "another trainer" or mechanism is LAZY:  # callbacks see rows that have not paid
+        return
+    assert_equal(whole(results, "loaded"), whole(results, "raw"))
+    assert_near(whole(results), by_hand(after(results), half_life=3.0), 1e-6)
 
 
 def fit_from_another(folder: Path) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def train(
     is_moved: bool = False,
     sequences: tuple[str, ...] = (),
     hosts: int = 1,
+    most: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Runs inside a rank: a cosine schedule, replayed noise if there is a mechanism."""
@@ -72,6 +73,7 @@ def train(
         optimizer,
         hosts=hosts,
         privacy=None if mechanism is None else plan(mechanism=mechanism, **settings),
+        max_physical_batch=most,
         val_check_interval=VALIDATED,
         callbacks=callbacks,
     )
