@@ -122,7 +122,7 @@ class Averaging:
         """A `fit` begins. If the module holds the average of the last one, it goes on from that
         one's weights, unless somebody has written to the module since."""
         model, self.model = self.model, None
-        self.settings = self._so_far = None
+        self.settings = self._so_far = self._module = None
         if model is not None and model.is_swapped and model.is_left_alone(module):
             model.swap()
             self._so_far = model.taken_out(), model.total
@@ -159,6 +159,13 @@ class Averaging:
             return
         last_step = math.inf
         if self.settings.fraction is not None:
+            count = len(module.trainer.optimizers)
+            if count > 1:
+                raise Refused(
+                    "Expected one optimizer where the last part of training is averaged, found "
+                    f"{count}: Lightning plans batches, and counts each optimizer's steps. Use "
+                    "half_life instead of fraction."
+                )
             last_step = module.trainer.estimated_stepping_batches  # asks the ranks: on all of them
             if remaining is not None:
                 last_step = min(last_step, self._steps + remaining)
@@ -167,6 +174,12 @@ class Averaging:
             self.model = ModelAverage(module, self.settings.half_life, so_far[1], so_far[0])
 
     # ---- during training ------------------------------------------------------------------------
+
+    def _note_last_step(self) -> None:
+        """Another callback, whose turn came first, may see to it that the average is shown or saved
+        before this one has heard of the last step."""
+        if self._module is not None and self.settings is not None:
+            self.note_steps(self._module.trainer.global_step)
 
     def note_steps(self, steps: int) -> None:
         """So many steps have been taken in all."""
@@ -181,6 +194,8 @@ class Averaging:
 
     def show(self, *, average: bool) -> None:
         """From now on the module holds the average, or the weights that training goes on with."""
+        if average:
+            self._note_last_step()
         if self.model is not None and self.model.is_swapped != average:
             self.model.swap()
 
@@ -191,6 +206,7 @@ class Averaging:
     ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
         """Of the module's state dict: what others should read, what training goes on from if that
         is something else, and what a checkpoint says of the two."""
+        self._note_last_step()
         model = self.model
         if model is None or self._module is None:
             return state, None, {}
@@ -199,7 +215,15 @@ class Averaging:
         average, weights = model.both(state)
         return average, weights, {STATE_KEY: {"total": model.total}}
 
-    def close(self) -> None:
+    def close(self, module: LightningModule | None) -> None:
         """Training is over. The module keeps the average, and weights are kept beside it."""
+        if self._so_far is not None and module is not None:
+            # There was nothing left to do, or the first step was not reached.
+            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+            if any(isinstance(callback, AverageWeights) for callback in callbacks):
+                average, total = self._so_far
+                self._module, self.model = module, ModelAverage(module, None, total, average)
+                self.model.swap()
+        self.settings = self._so_far = None
         if self.model is not None:
             self.model.close()

@@ -253,7 +253,7 @@ class DPSparseStrategy(ShardedCheckpoints):
     @override
     def teardown(self) -> None:
         self._training = None
-        self.averaging.close()
+        self.averaging.close(self._lightning_module)
         if self._run is not None:
             self._run.close()
         super().teardown()

@@ -59,6 +59,9 @@ class ModelAverage:
         self._module, self._clock = module, AverageClock(half_life, total)
         self._dense = _dense(module)
         self._averages = {name: torch.zeros_like(p.detach()) for name, p in self._dense.items()}
+        self._finite = [name for name, p in self._dense.items() if bool(p.isfinite().all())]
+        self._infinite = [name for name in self._dense if name not in self._finite]
+        """Masks, for instance. They are kept as they are: an average of infinities is NaN."""
         self._tables = [
             (kernel, _open(collection, kernel, self._clock))
             for collection in _lookups(module)
@@ -88,8 +91,11 @@ class ModelAverage:
         """A step has been taken: dense layers are averaged now, and rows when they move."""
         assert not self.is_swapped
         share = self._clock.tick()
-        for name, parameter in self._dense.items():
-            self._averages[name].lerp_(parameter, share)
+        if self._finite:
+            averages = [self._averages[name] for name in self._finite]
+            torch._foreach_lerp_(averages, [self._dense[name] for name in self._finite], share)
+        for name in self._infinite:
+            self._averages[name].copy_(self._dense[name])
         for _, table in self._tables:
             table.note_step(share)
 

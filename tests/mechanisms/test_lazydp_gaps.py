@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 import mpmath
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dpsparse.mechanisms.lazydp.clock import Clock
-from lightning_dpsparse.mechanisms.lazydp.gap_maps import GapMaps
+from lightning_dpsparse.mechanisms.lazydp.gap_maps import GapMaps, compose_gaps
 
 CPU = torch.device("cpu")
 
@@ -89,6 +90,34 @@ def test_one_step_leaves_nothing_open() -> None:
     assert found.slope_U[0] == 1e-6
     assert found.gain_U[2] == 0.0
     assert found.share_U[2] == 0.0
+
+
+def test_an_event_is_a_composition_with_it_to_the_bit() -> None:
+    """Also without noise or decay, and where an average becomes its row; over several blocks."""
+    draw = random.Random(0)
+    gaps, composed = maps_of([]), maps_of([])
+    for _ in range(3 * 512):
+        decay, variance = draw.choice([1.0, draw.random()]), draw.choice([0.0, 1e-3, draw.random()])
+        share = draw.choice([0.0, 1.0, draw.random()])
+        if draw.random() < 0.5:
+            gaps.add_noise(decay, variance)
+            event = (decay, 1.0, 0.0, variance, 0.0, 0.0)
+        else:
+            gaps.add_average(share)
+            event = (1.0, 1.0 - share, share, 0.0, 0.0, 0.0)
+        composed._write(compose_gaps(composed._open_maps, event))
+    assert torch.equal(gaps._maps, composed._maps)
+    assert torch.equal(gaps._tails, composed._tails)
+
+
+def test_gaps_to_every_event_are_those_to_the_last_one() -> None:
+    """Asked for many rows, each position is composed once, and once more after an event."""
+    gaps, many = maps_of([]), torch.zeros(5_000, dtype=torch.int64)
+    for step in late(20, decay=1e-3):
+        gaps.add_noise(step.decay, step.stddev**2)
+        assert torch.equal(gaps.since(many).slope_U[:1], gaps.since(many[:1]).slope_U)
+        gaps.add_average(step.share)
+        assert torch.equal(gaps.since(many).slope_U[:1], gaps.since(many[:1]).slope_U)
 
 
 def test_prefix_sums_would_not_do() -> None:

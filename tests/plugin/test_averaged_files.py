@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dpsparse import AverageWeights, FusedOptimizer, LazyDP, Placement
 from lightning_dpsparse.sharded.checkpoint import consolidate
-from tests.support.averaging_runs import Weights, after, assert_near, by_hand, whole
+from tests.support.averaging_runs import Loaded, Weights, after, assert_near, by_hand, whole
 from tests.support.checkpoint_runs import BATCH, ROWS, ROWWISE, SIZE, TABLES, assert_equal, predict
 from tests.support.forged import signed
 from tests.support.lazydp_runs import EAGER, LAZY, unmoved
@@ -24,21 +24,6 @@ from tests.support.tiny_model import Bags, SmallModule, collate, loader, make_tr
 
 STEPS, SAVED = 12, 7
 LAST, FADING = {"fraction": 0.75}, {"half_life": 4.0}
-
-
-class Loaded(SmallModule):
-    """Remembers itself as it was loaded, and may fail."""
-
-    loaded: Any = None
-    fails_at: int | None = None
-
-    def on_train_start(self) -> None:
-        self.loaded = snapshot(self)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.trainer.global_step == self.fails_at:
-            raise KeyboardInterrupt
-        return super().training_step(batch, batch_idx)
 
 
 def fit(
@@ -229,6 +214,59 @@ def test_a_file_that_is_saved_in_validation_has_both(
     assert torch.equal(loaded["dense"][name], weights["dense"][name])
 
 
+class SavesAfterStep(Callback):
+    """Saves a checkpoint after a step, before callbacks that stand behind it hear of the step, or
+    interrupts training there."""
+
+    def __init__(self, path: Path, interrupts: bool) -> None:
+        self.path, self.interrupts = path, interrupts
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == SAVED:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            trainer.save_checkpoint(self.path)
+
+
+def save_first(folder: Path, mechanism: Any, interrupts: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, weights = SmallModule(), Weights()
+    watches = [] if mechanism is LAZY else [weights]
+    privacy = None
+    if mechanism is not None:
+        privacy = plan(noise=1.0, mechanism=mechanism, noise_source="row_keyed")
+    trainer = make_trainer(
+        1,
+        callbacks=[
+            *watches,
+            SavesAfterStep(folder / "saved", interrupts),
+            AverageWeights(half_life=3.0),
+        ],
+        privacy=privacy,
+        default_root_dir=str(folder),
+    )
+    with unmoved(), pytest.raises(SystemExit) if interrupts else nullcontext():
+        trainer.fit(module, Batches([[2, 1]] * STEPS, None))
+    return {"end": snapshot(module), "after": weights.after}
+
+
+@pytest.mark.parametrize("interrupts", [False, True], ids=["", "interrupted"])
+@pytest.mark.parametrize("mechanism", [None, EAGER, LAZY], ids=["plain", "DPSGD", "LazyDP"])
+def test_a_file_of_a_callback_that_comes_first_has_the_last_step_too(
+    one_rank: Ranks, tmp_path: Path, mechanism: Any, interrupts: bool
+) -> None:
+    """And so has the module, if training is interrupted there."""
+    results = one_rank.run(save_first, tmp_path, mechanism, interrupts)
+    if mechanism is LAZY:  # with the same draws
+        eager = one_rank.run(save_first, tmp_path / "eager", EAGER, interrupts)
+    else:
+        eager = results
+    if not interrupts:
+        saved = consolidate(tmp_path / "saved")["state_dict"]
+        assert_near(saved, by_hand(after(eager)[:SAVED], half_life=3.0), 1e-6)
+    assert_near(whole(results), by_hand(after(eager), half_life=3.0), 1e-6)
+
+
 def load_again(folder: Path, mechanism: Any) -> Any:
     module = Loaded()
     trainer = make_trainer(
@@ -239,54 +277,6 @@ def load_again(folder: Path, mechanism: Any) -> Any:
     )
     trainer.fit(module, Batches([[2, 1]] * STEPS, None), ckpt_path=folder / "saved")
     return module.loaded
-
-
-# ---- the module in memory ------------------------------------------------------------------------
-
-
-def fit_again(world: int, mechanism: Any, spoils: bool) -> dict[str, Any]:
-    """Interrupted, and then on with the same trainer and module."""
-    torch.manual_seed(0)
-    module, weights = Loaded(), Weights()
-    module.fails_at = SAVED
-    rank = torch.distributed.get_rank() if world > 1 else None
-    batches = Batches([[2, 2]] * STEPS, rank)
-    trainer = make_trainer(
-        world,
-        ROWS,
-        callbacks=[AverageWeights(half_life=4.0), weights],
-        privacy=None if mechanism is None else plan(noise=1.0, mechanism=mechanism),
-    )
-    with pytest.raises(SystemExit):
-        trainer.fit(module, batches)
-    interrupted, raw = snapshot(module), weights.after[-1]
-    if spoils:
-        module.head.out.weight.data.add_(1.0)
-    module.fails_at = None
-    trainer.fit(module, batches)
-    return {"interrupted": interrupted, "raw": raw, "loaded": module.loaded, "after": weights.after,
-            "end": snapshot(module)}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("world", "mechanism"), [(1, None), (1, EAGER), (2, None)], ids=["plain", "DPSGD", "two ranks"]
-)
-def test_fit_again_goes_on_from_the_weights(
-    one_rank: Ranks, two_ranks: Ranks, world: int, mechanism: Any
-) -> None:
-    """However the first ended, the module held the average."""
-    results = {1: one_rank, 2: two_ranks}[world].run(fit_again, world, mechanism, False)
-    weights = after(results)
-    assert_near(whole(results, "interrupted"), by_hand(weights[:SAVED], half_life=4.0), 1e-6)
-    assert_equal(whole(results, "loaded"), whole(results, "raw"))
-    assert_near(whole(results), by_hand(weights, half_life=4.0), 1e-6)
-
-
-def test_unless_somebody_has_written_to_the_module(one_rank: Ranks) -> None:
-    [found] = one_rank.run(fit_again, 1, None, True)
-    name = "head.out.weight"
-    spoiled = found["interrupted"]["dense"][name] + 1.0
-    assert torch.equal(found["loaded"]["dense"][name], spoiled)
 
 
 def fit_from_another(folder: Path) -> dict[str, Any]:

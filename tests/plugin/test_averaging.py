@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
 
 from lightning_dpsparse import (
@@ -26,6 +30,7 @@ from lightning_dpsparse.report.page import page
 from tests.support.averaging_runs import (
     STEPS,
     VALIDATED,
+    Weights,
     after,
     assert_near,
     by_hand,
@@ -37,7 +42,7 @@ from tests.support.lazydp_runs import DECAYING, EAGER, LAZY
 from tests.support.naive_step import Batches, plan
 from tests.support.plain_training import PLACEMENTS, SGD
 from tests.support.ranks import Ranks
-from tests.support.tiny_model import SEQUENCES, SmallModule, make_trainer
+from tests.support.tiny_model import SEQUENCES, SmallModule, make_trainer, snapshot
 
 LAST, FADING = {"fraction": 0.4}, {"half_life": 7.0}
 ADAGRAD = FusedOptimizer(kind="adagrad", learning_rate=0.2, eps=1e-3)
@@ -133,6 +138,42 @@ def test_of_rows_that_owe_noise_on_four_ranks_of_two_hosts(four_ranks: Ranks, ki
     assert_near(whole(lazy), by_hand(weights, **FADING), 1e-6)
 
 
+def in_parts(mechanism: Any, averages: Any, sequences: Any, watches: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {"most": 1, "watches": watches, "sequences": sequences}
+    return train(1, Placement(), DECAYING, mechanism, averages, **settings)
+
+
+@pytest.mark.parametrize("sequences", [("t0", "t2"), SEQUENCES], ids=["both", "sequences"])
+def test_of_rows_that_are_read_in_parts(one_rank: Ranks, sequences: Any) -> None:
+    """Of bags and sequences, in batches that are cut."""
+    weights = after(one_rank.run(in_parts, EAGER, None, sequences, True))
+    lazy = one_rank.run(in_parts, LAZY, LAST, sequences, False)
+    assert_near(whole(lazy), by_hand(weights, **LAST), 1e-6)
+
+
+class Masked(SmallModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "mask"):
+            mask = torch.tensor([0.0, -torch.inf])
+            self.mask = torch.nn.Parameter(mask, requires_grad=False)
+
+
+def fit_masked(folder: Path, mechanism: Any) -> Tensor:
+    module = Masked()
+    privacy = None if mechanism is None else plan(noise=1.0, mechanism=mechanism)
+    averages, root = [AverageWeights(half_life=3)], str(folder)
+    trainer = make_trainer(1, callbacks=averages, privacy=privacy, default_root_dir=root)
+    trainer.fit(module, Batches([[2, 1]] * 4, None))
+    return module.mask.detach()
+
+
+@pytest.mark.parametrize("mechanism", [None, LazyDP()], ids=["plain", "LazyDP"])
+def test_masks_stay_as_they_are(one_rank: Ranks, tmp_path: Path, mechanism: Any) -> None:
+    [mask] = one_rank.run(fit_masked, tmp_path, mechanism)
+    assert torch.equal(mask, torch.tensor([0.0, -torch.inf]))
+
+
 # ---- settings that make no sense, and the report -------------------------------------------------
 
 
@@ -164,6 +205,55 @@ def test_averages_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         one_rank.run(fit_with, callbacks, tmp_path, **settings)
+
+
+class TwoOptimizers(SmallModule):
+    """Lightning counts two steps for each of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(scalar_loss=True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(p.parameters(), 0.1) for p in (self.head.hidden, self.head.out)]
+
+
+def fit_two_optimizers(averages: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, weights = TwoOptimizers(), Weights()
+    trainer = make_trainer(1, callbacks=[weights, AverageWeights(**averages)])
+    trainer.fit(module, Batches([[2, 1]] * 8, None))
+    return {"end": snapshot(module), "after": weights.after}
+
+
+def test_two_optimizers_have_no_last_part(one_rank: Ranks) -> None:
+    found = one_rank.run(fit_two_optimizers, FADING)
+    assert_near(whole(found), by_hand(after(found), **FADING), 1e-6)
+    with pytest.raises(ValueError, match=r"Expected one optimizer.*found 2.*Use half_life"):
+        one_rank.run(fit_two_optimizers, LAST)
+
+
+def fit_with_lightnings(kind: Any) -> None:
+    """Callbacks are made here: they cannot be sent to a rank."""
+    settings = {"swa_lrs": 0.1} if issubclass(kind, StochasticWeightAveraging) else {}
+    fit_with([kind(**settings)], Path(), privacy=plan(noise=1.0, mechanism=LazyDP()))
+
+
+class SomebodysEMA(EMAWeightAveraging):
+    pass
+
+
+@pytest.mark.parametrize("kind", [WeightAveraging, SomebodysEMA, StochasticWeightAveraging])
+def test_lightnings_averages_are_refused_where_rows_owe_noise(one_rank: Ranks, kind: Any) -> None:
+    words = f"found {kind.__name__}: .*Use lightning_dpsparse.AverageWeights"
+    with pytest.raises(ValueError, match=words):
+        one_rank.run(fit_with_lightnings, kind)
 
 
 def report_of(folder: Path, averages: bool) -> dict[str, Any]:

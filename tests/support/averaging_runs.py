@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader
 from lightning_dpsparse import AverageWeights, FusedOptimizer, Placement
 from tests.support.lazydp_runs import SIZES, Curious, unmoved
 from tests.support.naive_step import Batches, plan
-from tests.support.tiny_model import Bags, assemble, collate, loader, make_trainer, snapshot
+from tests.support.tiny_model import (
+    Bags,
+    SmallModule,
+    assemble,
+    collate,
+    loader,
+    make_trainer,
+    snapshot,
+)
 
 STEPS = 40
 VALIDATED = 20
@@ -32,6 +40,21 @@ class Watching(Curious):
         super().validation_step(batch, batch_idx)
         self.state_dict()  # has all rows pay, also those that nobody reads
         self.validated[self.trainer.global_step] = snapshot(self)
+
+
+class Loaded(SmallModule):
+    """Remembers itself as it was loaded, and may fail."""
+
+    loaded: Any = None
+    fails_at: int | None = None
+
+    def on_train_start(self) -> None:
+        self.loaded = snapshot(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == self.fails_at:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
 
 
 class Weights(Callback):
@@ -57,6 +80,7 @@ def train(
     is_moved: bool = False,
     sequences: tuple[str, ...] = (),
     hosts: int = 1,
+    most: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Runs inside a rank: a cosine schedule, replayed noise if there is a mechanism."""
@@ -72,6 +96,7 @@ def train(
         optimizer,
         hosts=hosts,
         privacy=None if mechanism is None else plan(mechanism=mechanism, **settings),
+        max_physical_batch=most,
         val_check_interval=VALIDATED,
         callbacks=callbacks,
     )

@@ -155,9 +155,12 @@ class StackAverage:
 
     def go_on(self) -> None:
         """Have averages that were released become lags again: all, if no release was cut short."""
-        if len(self._released) == len(self.chunks()):
+        if not self._released:  # as before most steps: there may be many chunks
+            return
+        chunks = self.chunks()
+        if len(self._released) == len(chunks):
             self._scale = 1.0
-        for start, stop in self.chunks() if self._released else ():
+        for start, stop in chunks:
             if start in self._released:
                 self._lag_RD[start:stop].neg_().add_(self._weight_RD[start:stop]).mul_(self._scale)
                 self._released.remove(start)

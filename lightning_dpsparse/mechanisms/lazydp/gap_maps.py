@@ -76,6 +76,8 @@ class GapMaps:
         # Everything before the first position of a block is a closed block of its own.
         self._tails = _identity(decay_P, 1)
         """From the end of each closed block to the beginning of the open one."""
+        self._each: Tensor | None = None
+        """What `_since` gives for every position, until the next event."""
         self._grow()
 
     def _grow(self) -> None:
@@ -84,15 +86,31 @@ class GapMaps:
 
     def add_noise(self, decay: float, variance: float) -> None:
         """A step's noise has reached all rows that wait: theta <- a theta + s z."""
-        self._add((decay, 1.0, 0.0, variance, 0.0, 0.0))
+        a, b, d, before, r, t = self._open_maps
+        total = (before * (decay * decay)).add_(variance)
+        part = torch.where(total > 0, before / total, 0.0)
+        spread = (r * r).mul_(variance).mul_(part).add_(t)
+        self._write(torch.stack([a * decay, b, d, total, (r * decay).mul_(part), spread]))
 
     def add_average(self, share: float) -> None:
         """All averages have followed their rows: m <- (1 - b) m + b theta."""
-        self._add((1.0, 1.0 - share, share, 0.0, 0.0, 0.0))
+        keep = 1.0 - share
+        a, b, d, s, r, t = self._open_maps
+        slope = (r * keep).add_(share).masked_fill_(s == 0, 0.0)
+        self._write(
+            torch.stack([a, b * keep, (d * keep).add_(a * share), s, slope, t * (keep * keep)])
+        )
 
-    def _add(self, event: Sequence[float]) -> None:
-        block = self._maps[:, self._open : self._now + 1]
-        block.copy_(compose_gaps(block, event))
+    @property
+    def _open_maps(self) -> Tensor:
+        """A, B, D, S, r and T of the open block. Most of an event is zero or one: what is written
+        instead is `compose_gaps` with it, to the bit, in a third of the operations."""
+        return self._maps[:, self._open : self._now + 1]
+
+    def _write(self, maps: Tensor) -> None:
+        """An event has happened: these are the maps of the open block."""
+        self._open_maps.copy_(maps)
+        self._each = None
         self._now += 1
         if self._now == self._maps.shape[1]:
             self._grow()
@@ -104,7 +122,10 @@ class GapMaps:
     def since(self, position_U: Tensor) -> Gap:
         """The gaps from these positions to now."""
         if self._now + 1 < position_U.numel():  # each position once is less
-            each = self._since(torch.arange(self._now + 1, device=position_U.device))
+            each = self._each  # by a name of its own: other threads ask, too
+            if each is None:
+                positions = torch.arange(self._now + 1, device=position_U.device)
+                each = self._each = self._since(positions)
             return Gap(*(values_P.index_select(0, position_U) for values_P in each))
         return Gap(*self._since(position_U.long()))
 
