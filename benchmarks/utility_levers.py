@@ -30,14 +30,21 @@ class QuantileClipping(Clipping):
 
     Gradients are clipped to C_t and scaled to the plan's C, so that the noise is that of C in every
     step. The learning rate that the schedule multiplies by `rate` = C_t / C then gives the noise
-    sigma C_t that the method asks for.
+    sigma C_t that the method asks for. With `keeps_steps` the rate stays 1: a step is as long while
+    norms are small as it is later, as if the learning rate were divided by C_t.
 
     The share is read without noise, and not charged: a private count could only do worse. So this
     shows the most that the method can bring.
     """
 
-    def __init__(self, quantile: float = 0.5, start: float = 0.5, speed: float = 0.2) -> None:
-        self.quantile, self.speed = quantile, speed
+    def __init__(
+        self,
+        quantile: float = 0.5,
+        start: float = 0.5,
+        speed: float = 0.2,
+        keeps_steps: bool = False,
+    ) -> None:
+        self.quantile, self.speed, self.keeps_steps = quantile, speed, keeps_steps
         self._bound, self.rate = start, 1.0
 
     @override
@@ -46,7 +53,7 @@ class QuantileClipping(Clipping):
         factors_KB = (clip_norm / norms_KB).clamp_max(clip_norm / self._bound)
         most = float(torch.as_tensor(clip_norm).max())
         below = float((norms_KB <= self._bound).float().mean())
-        self.rate = self._bound / most
+        self.rate = 1.0 if self.keeps_steps else self._bound / most
         self._bound *= math.exp(-self.speed * (below - self.quantile))
         return factors_KB.nan_to_num(0.0)
 

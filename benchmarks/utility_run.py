@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_dpsparse import (
     PrivacyPlan,
     Users,
 )
+from lightning_dpsparse.engine.clipping import Clipping
 from lightning_dpsparse.models.base import RecommenderModule
 
 Row = dict[str, Any]
@@ -36,6 +38,12 @@ METRICS = {
     "recall@10": "val_recall@10",
 }
 """Names in the results, and in the model's log. Predicted over real clicks is the calibration."""
+CLIPPINGS: dict[str, Callable[[], Clipping]] = {
+    "flat": FlatClipping,
+    "automatic": AutomaticClipping,
+    "quantile": QuantileClipping,
+    "quantile_scaled": partial(QuantileClipping, keeps_steps=True),
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
@@ -46,10 +54,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def plan_for(setting: Setting, target: float | None) -> PrivacyPlan | None:
     if setting.privacy == "none":
         return None
-    clipping = {"automatic": AutomaticClipping, "quantile": QuantileClipping}
     return PrivacyPlan(
         mechanism=Momentum(setting.momentum) if setting.momentum else LazyDP(),
-        clipping=clipping.get(setting.clipping, FlatClipping)(),
+        clipping=CLIPPINGS[setting.clipping](),
         clip_norm=setting.clip_norm,
         dense_scale=setting.dense_scale,
         epsilon=target,
@@ -99,7 +106,7 @@ def train(
         (found,) = trainer.validate(module, data.val_dataloader(), verbose=False)
     claim = None if run is None else run["guarantee"]["epsilon"]
     return {
-        "epsilon": None if setting.clipping == "quantile" else claim,  # its counts are not charged
+        "epsilon": None if "quantile" in setting.clipping else claim,  # its counts are not charged
         "noise_multiplier": None if run is None else run["ran"]["noise_multiplier"],
         "examples": len(data.train_set),
         "epochs": setting.epochs,

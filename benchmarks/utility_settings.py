@@ -49,8 +49,9 @@ class Variant:
     """linear: both learning rates fall to zero at the last step."""
     average: float | None = None
     """Last part of the steps whose weights are averaged."""
-    clipping: Literal["flat", "automatic", "quantile"] = "flat"
-    """quantile: the clip norm follows the median norm (`utility_levers.py`)."""
+    clipping: Literal["flat", "automatic", "quantile", "quantile_scaled"] = "flat"
+    """quantile: the clip norm follows the median norm. quantile_scaled: so it does, and gradients
+    are scaled by its inverse, so that steps stay as long (`utility_levers.py`)."""
     dense_scale: float = 1.0
     """Noise on dense layers over noise on tables."""
     dense_optimizer: Literal["adagrad", "adam", "dp_adam"] = "adagrad"
@@ -98,6 +99,7 @@ VARIANTS = {
     "short_scale2_averaged": replace(_SCALED, average=0.25),
     "short_automatic": replace(_SCALED, clipping="automatic"),
     "short_quantile": replace(_SCALED, clipping="quantile"),
+    "short_quantile_scaled": replace(_SCALED, clipping="quantile_scaled"),
     "short_adam": replace(_SCALED, dense_optimizer="adam", dense_rate=0.05),
     "short_dp_adam": replace(_SCALED, dense_optimizer="dp_adam", dense_rate=0.025),
     "short_momentum": replace(_SCALED, momentum=0.9),

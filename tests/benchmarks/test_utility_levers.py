@@ -24,6 +24,14 @@ def test_the_clip_norm_comes_to_the_quantile() -> None:
     assert float(released_KB[0, 400]) == pytest.approx(1.0, rel=0.01)  # a norm of 4
 
 
+def test_a_clip_norm_that_keeps_steps_scales_gradients_and_leaves_the_rate() -> None:
+    falling, kept = QuantileClipping(start=0.5), QuantileClipping(start=0.5, keeps_steps=True)
+    squares_KB = torch.tensor([[0.04, 4.0]])
+    torch.testing.assert_close(kept.factors(squares_KB, 2.0), falling.factors(squares_KB, 2.0))
+    assert falling.rate == pytest.approx(0.25)
+    assert kept.rate == 1.0
+
+
 def test_momentum_of_zero_is_dp_sgd_and_of_a_half_begins_half_as_far(one_rank: Ranks) -> None:
     sizes = SIZES["even"][:1]
     settings = {"noise": 1.0, "noise_source": "row_keyed"}
