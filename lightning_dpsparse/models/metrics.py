@@ -90,9 +90,12 @@ def click_metrics(prefix: str) -> MetricCollection:
     """AUROC, log loss, normalised entropy and calibration under `prefix`.
 
     AUROC is binned. Its thresholds are even in the logit, where a click model's scores spread out,
-    not in the probability, where they crowd near 0.
+    not in the probability, where they crowd near 0. Beyond all of them come 0, which every score
+    reaches, and 2, which none does: without these ends of the curve a model whose scores are all
+    extreme would seem to rank its examples backwards.
     """
-    thresholds = torch.sigmoid(torch.linspace(-12.0, 12.0, 601, dtype=torch.float64)).float()
+    inner = torch.sigmoid(torch.linspace(-12.0, 12.0, 601, dtype=torch.float64)).float()
+    thresholds = torch.cat([inner.new_tensor([0.0]), inner, inner.new_tensor([2.0])])
     return MetricCollection(
         {
             "auroc": BinaryAUROC(thresholds=thresholds, validate_args=False),

@@ -25,6 +25,16 @@ def test_binned_auroc_is_within_a_thousandth_of_the_exact_one(rate: float) -> No
     assert metrics.compute()["auroc"] == pytest.approx(binary_auroc(p, y).item(), abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("scores", "auroc"),
+    [([1.0, 1.0, 1.0, 1.0], 0.5), ([0.0, 0.0, 0.0, 0.0], 0.5), ([0.0, 1.0, 0.0, 1.0], 1.0)],
+)
+def test_auroc_of_extreme_scores_counts_ties_as_half(scores: list[float], auroc: float) -> None:
+    metrics = click_metrics("")
+    metrics.update(torch.tensor(scores), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert metrics["auroc"].compute().item() == pytest.approx(auroc)
+
+
 def test_memory_does_not_grow_with_the_epoch() -> None:
     metrics = click_metrics("")
     sizes = []
