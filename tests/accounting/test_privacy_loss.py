@@ -67,6 +67,31 @@ def test_truncated_batches(most: int, expected: float) -> None:
     assert epsilon_of([(event, STEPS)], DELTA) == pytest.approx(expected, abs=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("size", "rate", "most", "noise"),
+    [
+        (10**6, RATE, 1024, 0.7931),
+        (10**6, RATE, 1124, 0.5),
+        (2_000, 0.9, 1_500, 2.0),
+        (2_000, 1.0, 1_999, 0.5),
+        (100, 0.01, 1, 2.0),
+        (100, 0.01, 100, 2.0),  # nothing is ever cut
+    ],
+)
+def test_truncated_batches_agree_with_dp_accounting(
+    size: int, rate: float, most: int, noise: float
+) -> None:
+    theirs = builders.from_truncated_subsampled_gaussian_mechanism(
+        size, rate, most, noise, value_discretization_interval=COARSE
+    ).self_compose(10)
+    event = events.truncated_poisson_gaussian(size, rate, most, noise)
+    ours = losses_of(event, 10, COARSE)
+    assert ours is not None
+    for delta in (1e-2, 1e-5, 1e-9):
+        expected = theirs.get_epsilon_for_delta(delta)
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("noise", [0.4, 0.8, 3.0])
 @pytest.mark.parametrize(("rate", "steps"), [(0.2, 3), (1e-3, 300), (1e-5, 1)])
 def test_sampled_gaussians_agree_with_dp_accounting(noise: float, rate: float, steps: int) -> None:
