@@ -87,6 +87,7 @@ VARIANTS = {
     "base_rate": replace(_EPOCHS4, over="epochs4", base_rate=0.25),  # Criteo's published logs
     "users": Variant(over="users", batch_size=256, users=32),
     "users_epochs4": Variant(over="users", epochs=4, batch_size=256, users=32),
+    "users_best": Variant(over="users", epochs=16, batch_size=512, users=32, schedule="linear"),
     "short": _SHORT,
     "short_averaged": replace(_SHORT, over="short", average=0.25),
     "short_base_rate": replace(_SHORT, over="short", base_rate=0.25),
@@ -289,7 +290,7 @@ def _movielens(folder: Path) -> Task:
         best={
             "calibrated": False,
             "clip_norm": 1.0,
-            "table_rate": 1.0,
+            "table_rate": 3.0,
             "dense_rate": 1.0,
             "rate_exponent": 0.0,
         },
