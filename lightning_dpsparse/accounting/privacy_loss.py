@@ -58,6 +58,8 @@ _MOST_NOISE = 1e6
 rounding."""
 _LEAST_RATE = 1e-15
 """Sampling rate over the noise multiplier below which it is charged as this much."""
+_NEVER_CUT = 1e-100
+"""Chance of a batch that is cut below which none is: all runs together come to less than any delta."""
 _LARGE = 700.0
 """Largest epsilon of one choice that is computed: float64 holds no larger exponential."""
 _FAR = 300.0
@@ -175,7 +177,7 @@ def _truncated(event: TruncatedSubsampledGaussianDpEvent, grid: float) -> Privac
     rate = max(event.sampling_probability, noise * _LEAST_RATE)
     added = mixture_losses(noise, (0.0, 1.0), (1.0 - rate, rate), grid)
     cut = float(binom.sf(kept - 1, event.dataset_size - 1, rate))  # if the unit was drawn
-    if kept >= event.dataset_size or cut == 0.0:
+    if kept >= event.dataset_size or cut < _NEVER_CUT:
         return added
     drawn = float(binom.sf(kept, event.dataset_size, rate)) * kept / cut / event.dataset_size
     return replaced_losses(noise / 2.0, drawn, grid).compute_mixture(added, cut)

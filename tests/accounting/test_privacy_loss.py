@@ -92,6 +92,19 @@ def test_truncated_batches_agree_with_dp_accounting(
         assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("most", [2_040, 2_436, 2_439, 2_442])
+def test_batches_that_are_all_but_never_cut_cost_as_if_they_were_not(most: int) -> None:
+    """Chances from 1e-175 down to numbers that have but a digit left, and zero."""
+    cut, whole = (
+        losses_of(events.truncated_poisson_gaussian(10**6, RATE, size, 1.0), 10, COARSE)
+        for size in (most, 10**6)
+    )
+    assert cut is not None
+    assert whole is not None
+    expected = whole.get_epsilon_for_delta(1e-6)
+    assert cut.get_epsilon_for_delta(1e-6) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("noise", [0.4, 0.8, 3.0])
 @pytest.mark.parametrize(("rate", "steps"), [(0.2, 3), (1e-3, 300), (1e-5, 1)])
 def test_sampled_gaussians_agree_with_dp_accounting(noise: float, rate: float, steps: int) -> None:
