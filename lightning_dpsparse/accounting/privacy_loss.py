@@ -59,7 +59,7 @@ rounding."""
 _LEAST_RATE = 1e-15
 """Sampling rate over the noise multiplier below which it is charged as this much."""
 _NEVER_CUT = 1e-100
-"""Chance of a batch that is cut below which none is: all runs together come to less than any delta."""
+"""Chance of a cut batch below which none is cut: all runs together come to less than any delta."""
 _LARGE = 700.0
 """Largest epsilon of one choice that is computed: float64 holds no larger exponential."""
 _FAR = 300.0
