@@ -12,36 +12,24 @@ Bu et al. 2023, book-keeping (arXiv:2210.00038).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_dpsparse.engine.dense import Form
-from lightning_dpsparse.engine.norms import not_below_rounding
-from lightning_dpsparse.engine.outer_products import (
-    Positions,
-    by_position,
-    outer_sum,
-    weight_square_norm,
-)
-from lightning_dpsparse.engine.parameter_calls import (
-    Product,
-    Rows,
-    Use,
-    built,
-    rows_square_norm,
-)
-from lightning_dpsparse.engine.recorder import MOST_NUMBERS_PER_EXAMPLE, Recorder
+from lightning_dpsparse.engine.indirect_reads import indirect_reads
+from lightning_dpsparse.engine.parameter_calls import Use
+from lightning_dpsparse.engine.parameter_slices import Slice
+from lightning_dpsparse.engine.recorder import Recorder
+from lightning_dpsparse.engine.use_norms import joined_positions, square_norm, weighted_sum
 from lightning_dpsparse.refused import Refused
 
 # B examples
 
 _REFUSED = {
     nn.modules.batchnorm._BatchNorm: "mixes the examples of a batch. Use LayerNorm",
-    nn.RNNBase: "hides its steps in one kernel. Build it from nn.Linear",
-    nn.MultiheadAttention: "hides its products in one call. Build attention from nn.Linear",
 }
 
 
@@ -93,8 +81,10 @@ class DenseCapture(Recorder):
     A parameter is clipped and released in its own numbers, or in those of its form (dense.py).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(parameters)
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[Tensor] = ()
+    ) -> None:
+        super().__init__(parameters, buffers)
         self._forms: dict[str, Form] = {}
         self._pieces: tuple[Tensor, dict[str, Tensor]] | None = None
 
@@ -116,10 +106,21 @@ class DenseCapture(Recorder):
         the first example of every example's unit, norms are those of a unit's summed gradient: they
         stand at the first example of the unit, and all other examples have zero.
         """
+        indirect = indirect_reads(self.parameters, self.read, self._reached)
+        for base, reads in indirect.items():
+            _check_form(base, self._forms, sorted(reads.parts), is_weight=False)
+            for key in reads.parts:
+                self._live(key, num_examples)
+            yield base, reads.square_norm(num_examples, first_of_unit_B)
         for name in self._uses:
+            base = self.read.slices[name].base if name in self.read.slices else name
+            if base in indirect or name in self.read.computed:
+                continue
             live = self._live(name, num_examples)
             if live:
-                base = self._slices[name].base if name in self._slices else name
+                mine = self.read.slices.get(name) or Slice(name, (), self.parameters[name])
+                slices = [item for item in self.read.slices.items() if self._reached(item[0])]
+                _check_overlap(mine, slices)
                 yield base, self._square_norm(name, live, first_of_unit_B)
 
     @property
@@ -152,13 +153,16 @@ class DenseCapture(Recorder):
         """Write sum_b f_b g_b for one parameter into `out`; zero if no example touched it."""
         live = self._reached(name)
         if live and name in self._forms:
-            self._forms[name].weighted_sum(_positions(live), factors_B, out)
+            self._forms[name].weighted_sum(joined_positions(live), factors_B, out)
             return out
-        _weighted_sum(live, factors_B, out)
-        for key, part in self._slices.items():
+        indirect = indirect_reads(self.parameters, self.read, self._reached)
+        if name in indirect:
+            return indirect[name].weighted_sum(factors_B, out)
+        weighted_sum(live, factors_B, out)
+        for key, part in self.read.slices.items():
             if part.base == name:
                 piece = torch.empty_like(part.value)
-                out[part.index] += _weighted_sum(self._reached(key), factors_B, piece)
+                out[part.index] += weighted_sum(self._reached(key), factors_B, piece)
         return out
 
     def drop_examples(self, bad_B: Tensor) -> None:
@@ -190,90 +194,37 @@ class DenseCapture(Recorder):
                     f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
                     "first dimension, and let no layer run without them."
                 )
-        if live and any(key.startswith(f"{name}[") and key in self._uses for key in self._slices):
-            raise Refused(
-                f"Expected {name!r} read whole or in slices, found both. Read it in one way."
-            )
         return live
 
     def _square_norm(
         self, name: str, uses: list[tuple[str, Use]], first_of_unit_B: Tensor | None
     ) -> Tensor:
-        parameter = self._slices[name].value if name in self._slices else self.parameters[name]
-        roles = {role for role, _ in uses}
-        base = self._slices[name].base if name in self._slices else name
-        if base in self._forms and (roles != {"weight"} or base != name):
-            raise Refused(
-                f"Expected {base!r} to be the weight of linear layers or convolutions and nothing "
-                f"else, found {sorted({use.what for _, use in uses})}. Exclude it in the plan's "
-                "`dense`."
-            )
+        part = self.read.slices.get(name)
+        base, parameter = (name, self.parameters[name]) if part is None else (part.base, part.value)
+        what = sorted({use.what for _, use in uses})
+        is_weight = part is None and {role for role, _ in uses} == {"weight"}
+        _check_form(base, self._forms, what, is_weight=is_weight)
         if name in self._forms:
-            return self._forms[name].square_norms(_positions(uses), first_of_unit_B)
-        flat = _flat(uses)
-        if first_of_unit_B is None and flat is not None:
-            return flat.flat_square_norm(of_bias=roles == {"bias"})
-        if roles == {"weight"}:
-            return weight_square_norm(_positions(uses), first_of_unit_B)
-        if roles == {"rows"}:
-            return rows_square_norm(*_pairs(uses), len(parameter), first_of_unit_B)
-        if parameter.numel() > MOST_NUMBERS_PER_EXAMPLE and len(roles) > 1:
+            return self._forms[name].square_norms(joined_positions(uses), first_of_unit_B)
+        return square_norm(uses, parameter, first_of_unit_B)
+
+
+def _check_form(
+    base: str, forms: Mapping[str, Form], found: Sequence[str], *, is_weight: bool
+) -> None:
+    """Refuse a form for a parameter that is more than the weight of linear layers."""
+    if base in forms and not is_weight:
+        raise Refused(
+            f"Expected {base!r} to be the weight of linear layers or convolutions and nothing "
+            f"else, found {list(found)}. Exclude it in the plan's `dense`."
+        )
+
+
+def _check_overlap(mine: Slice, others: Sequence[tuple[str, Slice]]) -> None:
+    """Refuse rows that are read in more than one slice, or in a slice and with all others."""
+    for key, other in others:
+        if mine.index != other.index and mine.overlaps(other):
             raise Refused(
-                f"Expected {name!r} ({parameter.numel():,} numbers) in one kind of layer, found "
-                f"{sorted(use.what for _, use in uses)}. Give each layer a weight of its own."
+                f"Expected {mine.base!r} read whole or in slices that have no rows in common, "
+                f"found {mine.key_of(mine.index)!r} beside {key!r}. Read it in one way."
             )
-        total_BN, terms = built(uses, parameter)
-        if first_of_unit_B is not None:
-            total_BN = total_BN.double()
-            total_BN = torch.zeros_like(total_BN).index_add_(0, first_of_unit_B, total_BN)
-        squares_B, *terms_BT = (
-            torch.linalg.vector_norm(value, dim=-1).to(total_BN.dtype).square_()
-            for value in (total_BN, *terms)
-        )
-        return not_below_rounding(squares_B, torch.cat(terms_BT, dim=1), first_of_unit_B).to(
-            parameter.dtype
-        )
-
-
-def _weighted_sum(uses: list[tuple[str, Use]], factors_B: Tensor, out: Tensor) -> Tensor:
-    """Write sum_b f_b g_b over all these uses of one parameter into `out`.
-
-    The terms of an example or user may cancel. They are added to each other before other terms are,
-    or directly one after another, so that little is lost to rounding: see `not_below_rounding`.
-    """
-    roles, flat = {role for role, _ in uses}, _flat(uses)
-    if not uses:
-        out.zero_()
-    elif flat is not None:
-        flat.flat_weighted_sum(factors_B, out, of_bias=roles == {"bias"})
-    elif roles == {"weight"}:
-        outer_sum(*by_position(_positions(uses), factors_B), out=out.flatten(1))
-    elif roles == {"rows"}:
-        ids, g = _pairs(uses)
-        scaled = (g * factors_B[:, None, None]).flatten(0, 1)
-        out.zero_().index_add_(0, ids.flatten(), scaled)
-    else:
-        out.copy_((factors_B @ built(uses, out)[0]).view_as(out))
-    return out
-
-
-def _flat(uses: list[tuple[str, Use]]) -> Product | None:
-    """Return the use, if it is the only one and has one position per example."""
-    first = uses[0][1] if len(uses) == 1 else None
-    return first if isinstance(first, Product) and first.is_flat else None
-
-
-def _positions(uses: list[tuple[str, Use]]) -> Positions:
-    """Join the positions of all uses, whose gradients add up before they are squared."""
-    each = [use.positions() for _, use in uses if isinstance(use, Product)]
-    return each[0] if len(each) == 1 else Positions(*_joined(each))
-
-
-def _pairs(uses: list[tuple[str, Use]]) -> tuple[Tensor, Tensor]:
-    """Join the ids and the gradients of all uses that read rows."""
-    ids, g = _joined([use.pairs() for _, use in uses if isinstance(use, Rows)])
-    return ids, g
-
-
-def _joined(each: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    return (torch.cat(side, dim=1) for side in zip(*each))

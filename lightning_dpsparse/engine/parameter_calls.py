@@ -2,24 +2,25 @@
 
 A use is recorded in the forward pass, and its `gradient` arrives in the backward pass. Per-example
 gradients of a weight matrix are sums of outer products, whose norms and weighted sums follow from
-their factors (`outer_products.py`). They are built only where a small parameter has several roles.
+their factors (`outer_products.py`).
 
-Read next: `recorder.py`, which records the uses; `ghost.py`, which clips with them.
+Read next: `known_calls.py`, which makes these uses; `built_gradients.py`, for all other calls;
+`ghost.py`, which clips with them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_dpsparse.engine.norms import norms_of, row_square_norms
-from lightning_dpsparse.engine.outer_products import Positions, outer_sum, position_norms
+from lightning_dpsparse.engine.outer_products import Positions, outer_sum
 from lightning_dpsparse.refused import Refused
 
 # B examples, T positions of an example, R = B * T, I and O inputs and outputs of a layer
@@ -73,10 +74,21 @@ class Use(ABC):
         if gradient is not None:  # it is not copied: nobody writes to a gradient that others hold
             self.gradient = whole(gradient.detach() if gradient.requires_grad else gradient)
 
+    def part(self, rows: slice) -> Self:
+        """Return the same use by some of the examples."""
+        assert self.gradient is not None
+        if rows == slice(0, len(self.gradient)):
+            return self
+        return replace(self, gradient=self.gradient[rows], **self.inputs_of(rows))
+
+    @abstractmethod
+    def inputs_of(self, rows: slice) -> dict[str, Any]:
+        """Return the fields that hold inputs, with some of the examples."""
+
     def drop(self, bad_B: Tensor) -> None:
         """Set the gradients and the inputs of some examples to zero."""
         if self.gradient is not None:
-            self.gradient = _without(self.gradient, bad_B)
+            self.gradient = without(self.gradient, bad_B)
 
     @abstractmethod
     def first_dimensions(self) -> list[int]:
@@ -127,7 +139,7 @@ class Product(Use):
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
         assert self.inputs is not None
-        self.inputs = _without(self.inputs, bad_B)
+        self.inputs = without(self.inputs, bad_B)
         self._norm_B = None
 
     def first_dimensions(self) -> list[int]:
@@ -138,19 +150,43 @@ class Product(Use):
         assert self.inputs is not None
         return [self.inputs]
 
+    def inputs_of(self, rows: slice) -> dict[str, Any]:
+        assert self.inputs is not None
+        return {"inputs": self.inputs[rows], "_norm_B": None}
+
     def positions(self) -> Positions:
         assert self.inputs is not None
-        return Positions(_positions(self.inputs), self.gradients())
+        return Positions(positions_of(self.inputs), self.gradients())
 
     def gradients(self) -> Tensor:
         """Return g, (B, T, O)."""
         assert self.gradient is not None
-        return _positions(self.gradient)
+        return positions_of(self.gradient)
+
+
+@dataclass
+class Turned(Product):
+    """A product of a batch with a parameter, x @ W: example b has the gradient sum_t a_bt g_bt^T.
+
+    It is that of a linear layer, with a and g in each other's place.
+    """
+
+    def flat_weighted_sum(self, factors_B: Tensor, out: Tensor, *, of_bias: bool) -> Tensor:
+        assert self.inputs is not None
+        assert self.gradient is not None
+        outer_sum(self.gradient, self.inputs, factors_B, out=out)
+        return out
+
+    def positions(self) -> Positions:
+        return Positions(*reversed(super().positions()))
 
 
 @dataclass
 class Convolution(Product):
-    """A call of `F.conv2d` without groups: a linear layer on the inputs behind every output."""
+    """A convolution without groups: a linear layer on the inputs behind every output.
+
+    Sequences are images of one row.
+    """
 
     kernel: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
@@ -193,12 +229,16 @@ class Rows(Use):
         assert self.ids is not None
         return [self.ids]
 
+    def inputs_of(self, rows: slice) -> dict[str, Any]:
+        assert self.ids is not None
+        return {"ids": self.ids[rows]}
+
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Return ids (B, T) and g (B, T, D)."""
         assert self.ids is not None
         assert self.gradient is not None
         ids = self.ids.flatten(1) if self.ids.dim() > 1 else self.ids[:, None]
-        g = _positions(self.gradient)
+        g = positions_of(self.gradient)
         if self.padding is not None:
             g = g.masked_fill((ids == self.padding)[:, :, None], 0.0)
         return ids, g
@@ -218,7 +258,7 @@ class Normalised(Use):
     def drop(self, bad_B: Tensor) -> None:
         super().drop(bad_B)
         assert self.inputs is not None
-        self.inputs = _without(self.inputs, bad_B)
+        self.inputs = without(self.inputs, bad_B)
 
     def first_dimensions(self) -> list[int]:
         assert self.inputs is not None
@@ -228,6 +268,10 @@ class Normalised(Use):
         assert self.inputs is not None
         return [self.inputs]
 
+    def inputs_of(self, rows: slice) -> dict[str, Any]:
+        assert self.inputs is not None
+        return {"inputs": self.inputs[rows]}
+
     def terms(self, *, scale: bool) -> Tensor:
         """Compute what each position adds to the gradient, (B, T, numbers in the parameter)."""
         assert self.inputs is not None
@@ -235,66 +279,7 @@ class Normalised(Use):
         value = self.gradient
         if scale:
             value = value * F.layer_norm(self.inputs, self.shape, eps=self.eps)
-        return _positions(value.flatten(-len(self.shape)))
-
-
-@dataclass
-class General(Use):
-    """Any other call on a small parameter. torch.func runs it for one example at a time."""
-
-    run: Callable[[Tensor, list[Tensor]], Tensor] | None = None
-    """The operation as a function of the parameter and of its batched inputs."""
-    parameter: Tensor | None = None
-    inputs: tuple[Tensor, ...] = ()
-
-    def drop(self, bad_B: Tensor) -> None:
-        super().drop(bad_B)
-        self.inputs = tuple(_without(value, bad_B) for value in self.inputs)
-
-    def first_dimensions(self) -> list[int]:
-        return [value.shape[0] for value in self.inputs] or [-1]
-
-    def batched(self) -> list[Tensor]:
-        return list(self.inputs)
-
-    def per_example(self) -> Tensor:
-        """Compute gradients (B, numbers in the parameter), and check them against the batch's."""
-        assert self.run is not None
-        assert self.parameter is not None
-        assert self.gradient is not None
-        run = self.run
-        # The operation may add up terms that cancel, in an order that depends on how long other
-        # examples are. In float64 the order hardly matters.
-        parameter, gradient, *inputs = (
-            value.double() if value.is_floating_point() else value
-            for value in (self.parameter, self.gradient, *self.inputs)
-        )
-
-        def of_one(gradient: Tensor, *inputs: Tensor) -> Tensor:
-            pull = torch.func.vjp(lambda p: run(p, [x[None] for x in inputs]), parameter)[1]
-            result: Tensor = pull(gradient[None])[0]
-            return result
-
-        try:
-            each: Tensor = torch.func.vmap(of_one)(gradient, *inputs)
-        except (RuntimeError, ValueError) as error:
-            raise Refused(self._message("cannot be run one example at a time")) from error
-        # Gradients are scaled to one size, because the rounding error of a large one could look
-        # like mixing of examples, or hide it.
-        norms_B = torch.linalg.vector_norm(gradient.unsqueeze(-1).flatten(1), dim=1)
-        size_B = norms_B.clamp_min(torch.finfo(norms_B.dtype).tiny)
-        pull = torch.func.vjp(lambda p: run(p, inputs), parameter)[1]
-        total = pull(_over(gradient, size_B))[0]
-        expected = _over(each, size_B).sum(0)
-        if not torch.allclose(expected, total, rtol=1e-3, atol=1e-5, equal_nan=True):
-            raise Refused(self._message("mixes the examples of a batch"))
-        return each.unsqueeze(-1).flatten(1)  # a parameter may be a single number
-
-    def _message(self, fault: str) -> str:
-        return (
-            f"Expected operations that treat each example by itself, found {self.what!r}, which "
-            f"{fault}. Use nn.Linear, LayerNorm or nn.Embedding."
-        )
+        return positions_of(value.flatten(-len(self.shape)))
 
 
 def whole(value: Tensor) -> Tensor:
@@ -308,37 +293,6 @@ def whole(value: Tensor) -> Tensor:
 
 def operation_name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
-
-
-def built(uses: list[tuple[str, Use]], parameter: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Build every example's gradient, (B, numbers), with the terms that it sums (`_built`)."""
-    each = [_built(role, use, parameter) for role, use in uses]
-    total = sum(gradient for gradient, _ in each)
-    assert isinstance(total, Tensor)
-    return total.to(parameter.dtype), [terms for _, terms in each]
-
-
-def _built(role: str, use: Use, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Build every example's gradient for one use, with its terms (B, T, numbers).
-
-    For a weight, norms stand for the terms, (B, T, 1). Positions may cancel, so they are added in
-    float64.
-    """
-    if isinstance(use, General):
-        each = use.per_example()
-        return each, each[:, None]
-    if isinstance(use, Rows):
-        ids, g = use.pairs()
-        each = g.new_zeros(ids.shape[0], *parameter.shape, dtype=torch.float64)
-        examples = torch.arange(ids.shape[0], device=ids.device)[:, None].expand_as(ids)
-        return each.index_put_((examples, ids), g.double(), accumulate=True).flatten(1), g
-    if isinstance(use, Product) and role == "weight":
-        a, g = use.positions()
-        each = torch.einsum("bto,bti->boi", g.double(), a.double())
-        return each.flatten(1), position_norms(a, g)[:, :, None]
-    assert isinstance(use, (Product, Normalised))
-    terms = use.gradients() if isinstance(use, Product) else use.terms(scale=role == "scale")
-    return terms[:, 0] if terms.shape[1] == 1 else terms.sum(1, dtype=torch.float64), terms
 
 
 def rows_square_norm(
@@ -374,19 +328,15 @@ _WANTED = torch.empty(0, requires_grad=True)
 """The leaf that a graph begins with if `_Source` begins it."""
 
 
-def _without(value: Tensor, bad_B: Tensor) -> Tensor:
-    return torch.where(_beside(bad_B, value), 0.0, value)
+def without(value: Tensor, bad_B: Tensor) -> Tensor:
+    return torch.where(beside(bad_B, value), 0.0, value)
 
 
-def _over(value: Tensor, size_B: Tensor) -> Tensor:
-    return value / _beside(size_B, value)
-
-
-def _beside(each_B: Tensor, value: Tensor) -> Tensor:
+def beside(each_B: Tensor, value: Tensor) -> Tensor:
     """Give a tensor with one number per example as many dimensions as `value` has."""
     return each_B.view(-1, *[1] * (value.dim() - 1))
 
 
-def _positions(value: Tensor) -> Tensor:
+def positions_of(value: Tensor) -> Tensor:
     """Reshape (B, ..., N) to (B, T, N)."""
     return value[:, None] if value.dim() == 2 else value.flatten(1, -2)

@@ -9,35 +9,26 @@ Read next: `parameter_calls.py`, what is recorded; `ghost.py`, which clips with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_dpsparse.engine.parameter_calls import (
-    Convolution,
-    General,
-    Normalised,
-    Product,
-    Rows,
-    Use,
-    operation_name,
-    whole,
-)
+from lightning_dpsparse.engine.built_gradients import General
+from lightning_dpsparse.engine.computed_parameters import Call, copies_of, spread
+from lightning_dpsparse.engine.constants import Constants
+from lightning_dpsparse.engine.decomposed import DECOMPOSED
+from lightning_dpsparse.engine.known_calls import KNOWN_CALLS
+from lightning_dpsparse.engine.parameter_calls import Use
+from lightning_dpsparse.engine.read_tensors import ReadTensors
 from lightning_dpsparse.refused import Refused
 
 T = TypeVar("T", bound=Tensor)
 
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-
-MOST_NUMBERS_PER_EXAMPLE = 1 << 16
-"""Parameters up to this size may have their per-example gradients built."""
 
 
 class Recorder:
@@ -48,9 +39,11 @@ class Recorder:
     in `.grad`, which `check_nothing_escaped` finds.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[Tensor] = ()
+    ) -> None:
         self.parameters = dict(parameters)
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._constants = Constants(buffers)
         self._watched = _watched(nn.Parameter, self), _watched(Tensor, self)
         self._all_calls: _AllCalls | None = None
         self.clear()
@@ -71,8 +64,12 @@ class Recorder:
             return
         for parameter in self.parameters.values():
             parameter.__class__ = nn.Parameter
-        for part in self._slices.values():
-            part.value.__class__ = Tensor
+        for value in self.read.values():
+            value.__class__ = Tensor
+
+    def expect(self, num_examples: int | None) -> None:
+        """Tell how many examples the next forward pass has; None if that is not known."""
+        self._constants.num_examples = num_examples
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch call that may read a parameter, and record it.
@@ -83,21 +80,15 @@ class Recorder:
             return args[0].detach()
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func is F.linear:
-            return self._linear(*args, **kwargs)
-        if func is F.embedding:
-            return self._embedding(*args, **kwargs)
-        if func is F.layer_norm:
-            return self._layer_norm(*args, **kwargs)
-        if func is F.conv2d:
-            return self._conv2d(*args, **kwargs)
-        return self._other(func, args, kwargs)
+        known = KNOWN_CALLS.get(func)
+        if known is not None and self._has_examples(Call(func, args, kwargs)):
+            return known(self, *args, **kwargs)
+        return self.other(func, args, kwargs)
 
     def clear(self) -> None:
         """Forget the calls of a step."""
-        self._name = self._names.copy()
         self._uses: dict[str, list[tuple[str, Use]]] = {}
-        self._slices: dict[str, Slice] = {}
+        self.read = ReadTensors(self.parameters, self._watch)
 
     def check_nothing_escaped(self) -> None:
         """Refuse a step in which autograd reached a parameter, because a use of it was not seen."""
@@ -127,155 +118,90 @@ class Recorder:
         """Whether a backward pass has left gradients here."""
         return any(use.gradient is not None for uses in self._uses.values() for _, use in uses)
 
+    def is_read(self, value: object) -> bool:
+        """Whether this is a parameter, or made of parameters."""
+        return value in self.read
+
     def reads_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a parameter is among the arguments, or in a list among them."""
         given = [*args, *kwargs.values()]
         lists = [value for value in given if type(value) in (list, tuple)]
-        return any(id(value) in self._name for values in (given, *lists) for value in values)
+        return any(value in self.read for values in (given, *lists) for value in values)
 
-    def _record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
+    def record(self, parameter: Tensor, role: str, use: Use) -> Tensor:
         """Note the use, and return what the call may read instead of the parameter."""
-        if id(parameter) not in self._name:
+        if parameter not in self.read:
             return parameter
-        self._uses.setdefault(self._name[id(parameter)], []).append((role, use))
+        self._uses.setdefault(self.read.name(parameter), []).append((role, use))
         return parameter.detach()
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        use = Product("linear", inputs=_noted(input))
-        weight = self._record(weight, "weight", use)
-        offset = self._record(bias, "bias", use) if bias is not None else None
-        return use.watch(F.linear(input, weight, offset))
-
-    def _embedding(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        if max_norm is not None or scale_grad_by_freq:
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run any other call, and record it for every parameter that it reads."""
+        call = Call(func, args, kwargs)
+        tensors = {id(v): v for v in call.tensors()}
+        mine = [v for v in tensors.values() if v in self.read]
+        others = [v for v in tensors.values() if v not in self.read]
+        kind = call.what, *map(self.read.name, mine)
+        versions = [v._version for v in tensors.values()]
+        detached = {id(parameter): parameter.detach() for parameter in mine}
+        out = call.run(detached)
+        if [v._version for v in tensors.values()] != versions:
             raise Refused(
-                "Expected F.embedding without max_norm and scale_grad_by_freq, found one of them: "
-                "rows would be rewritten by who reads them, or scaled by how many do. Leave it out."
+                f"Expected operations that leave their inputs as they are, found {call.what!r} "
+                f"with {list(kind[1:])}: its gradient needs the input that it overwrites. Write "
+                "the result to a tensor of its own."
             )
-        padding = None if padding_idx is None else padding_idx % len(weight)
-        use = Rows("embedding", ids=input, padding=padding)
-        return use.watch(F.embedding(input, self._record(weight, "rows", use)))
-
-    def _layer_norm(
-        self,
-        input: Tensor,
-        normalized_shape: list[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        use = Normalised("layer_norm", inputs=_noted(input), shape=tuple(normalized_shape), eps=eps)
-        scale = self._record(weight, "scale", use) if weight is not None else None
-        shift = self._record(bias, "shift", use) if bias is not None else None
-        return use.watch(F.layer_norm(input, normalized_shape, scale, shift, eps))
-
-    def _conv2d(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        if groups != 1:
-            given = (input, weight, bias, stride, padding, dilation, groups)
-            output: Tensor = self._other(F.conv2d, given, {})
-            return output
-        kernel, dilations = (weight.shape[2], weight.shape[3]), _pair(dilation)
-        use = Convolution(
-            "conv2d",
-            inputs=_noted(input),
-            kernel=kernel,
-            stride=_pair(stride),
-            dilation=dilations,
-            borders=_borders(padding, kernel, dilations),
-        )
-        weight = self._record(weight, "weight", use)
-        offset = self._record(bias, "bias", use) if bias is not None else None
-        return use.watch(F.conv2d(input, weight, offset, stride, padding, dilation))
-
-    def _other(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run any other call, and record it if it is arithmetic on one small parameter."""
-        values = [*args, *kwargs.values()]
-        batched = [
-            v for v in values if isinstance(v, Tensor) and id(v) not in self._name and v.dim()
-        ]
-        versions = [v._version for v in batched]
-        out = func(*args, **kwargs)
-        what = operation_name(func)
         made = out if isinstance(out, (list, tuple)) else [out]
         if not any(isinstance(v, Tensor) and v.is_floating_point() for v in made):
             return out
-        if func is Tensor.detach:
+        if func is Tensor.detach or any(out is v for v in others):  # nothing to do in `x.to(w)`
             return out
-        mine = [v for v in values if isinstance(v, Tensor) and id(v) in self._name]
-        if what == "__getitem__" and isinstance(args[1], int) and mine:
-            return self._slice(args[0], args[1])
-        if [v._version for v in batched] != versions:
+        copies = copies_of(call)
+        if copies is not None and self._constants.spreads(copies, kind):
+            return self._general(call.what, mine[0], spread(call), out, [out.new_empty(copies, 0)])
+        batched = [v for v in others if v.dim() and not self._constants.holds(v, kind)]
+        if not batched and not any(v.requires_grad for v in others):
+            return self.read.add(call, out)
+        if not batched or not isinstance(out, Tensor) or not out.dim():
             raise Refused(
-                f"Expected operations that leave their inputs as they are, found {what!r} with "
-                f"{[self._name[id(v)] for v in mine]}: its gradient needs the input that it "
-                "overwrites. Write the result to a tensor of its own."
+                "Expected operations on parameters that have examples in the first dimension, "
+                f"found {call.what!r} on {list(kind[1:])}, which joins all of them. Compute a "
+                "value for each example, or freeze the parameter."
             )
-        if any(out is v for v in batched):  # `x.to(parameter)` had nothing to do
-            return out
-        small = len(mine) == 1 and mine[0].numel() <= MOST_NUMBERS_PER_EXAMPLE
-        if not small or not batched or not isinstance(out, Tensor) or not out.dim():
-            raise Refused(
-                "Expected dense parameters in nn.Linear, nn.Conv2d, LayerNorm, nn.Embedding, or in "
-                f"arithmetic of up to {MOST_NUMBERS_PER_EXAMPLE:,} numbers with a batch, found "
-                f"{what!r} on {[self._name[id(v)] for v in mine] or 'a list of them'}. Rewrite it "
-                "with F.linear, or freeze it."
-            )
-        index = next(i for i, v in enumerate(values) if v is mine[0])
-        names = list(kwargs)
+        for parameter in mine:
 
-        def run(parameter: Tensor, inputs: list[Tensor]) -> Tensor:
-            rest = iter(inputs)
-            given = [
-                parameter if i == index else next(rest) if isinstance(v, Tensor) and v.dim() else v
-                for i, v in enumerate(values)
-            ]
-            positional, named = given[: len(args)], dict(zip(names, given[len(args) :]))
-            result: Tensor = func(*positional, **named)
-            return result
+            def run(value: Tensor, inputs: list[Tensor], parameter: Tensor = parameter) -> Tensor:
+                given = {id(v): x for v, x in zip(batched, inputs)} | {id(parameter): value}
+                result: Tensor = call.run(given, value.dtype)
+                return result
 
+            out = self._general(call.what, parameter, run, out, batched)
+        return out
+
+    def _has_examples(self, call: Call) -> bool:
+        """Whether the first argument of a call holds examples, as far as that can be told."""
+        first = call.args[0] if call.args else None
+        if not isinstance(first, Tensor):  # it was named, and must hold examples
+            return True
+        kind = call.what, *self.read.names(call)
+        return first not in self.read and not (first.dim() and self._constants.holds(first, kind))
+
+    def _general(
+        self,
+        what: str,
+        parameter: Tensor,
+        run: Callable[[Tensor, list[Tensor]], Tensor],
+        out: Tensor,
+        batched: Sequence[Tensor],
+    ) -> Tensor:
         inputs = tuple(value.detach() for value in batched)
-        use = General(what, run=run, parameter=mine[0].detach(), inputs=inputs)
-        return use.watch(run(self._record(mine[0], "general", use), batched))
+        use = General(what, run=run, parameter=parameter.detach(), inputs=inputs)
+        self.record(parameter, "general", use)
+        return use.watch(out)
 
-    def _slice(self, parameter: Tensor, index: int) -> Tensor:
-        """Return parameter[index] as a parameter of its own. Different slices never overlap."""
-        name = self._name[id(parameter)]
-        owner = self._slices.get(name)
-        base, above = (owner.base, owner.index) if owner else (name, ())
-        where = (*above, index % len(parameter))
-        key = f"{name}[{where[-1]}]"
-        if key not in self._slices:
-            part = Slice(base, where, parameter.detach()[where[-1]])
-            if self._all_calls is None:
-                part.value.__class__ = self._watched[1]
-            self._slices[key] = part
-            self._name[id(part.value)] = key
-        return self._slices[key].value
-
-
-def _noted(input: Tensor) -> Tensor:
-    """Return an input as it is kept for the backward pass."""
-    return whole(input.detach() if input.requires_grad else input)
+    def _watch(self, value: Tensor) -> None:
+        if self._all_calls is None:
+            value.__class__ = self._watched[1]
 
 
 def _watched(kind: type[T], capture: Recorder) -> type[T]:
@@ -293,6 +219,8 @@ def _watched(kind: type[T], capture: Recorder) -> type[T]:
             args: tuple[Any, ...] = (),
             kwargs: dict[str, Any] | None = None,
         ) -> Any:
+            if func in DECOMPOSED and torch.is_grad_enabled():
+                return DECOMPOSED[func](*args, **(kwargs or {}))  # its parts come here again
             with torch._C.DisableTorchFunctionSubclass():
                 return capture.call(func, args, kwargs or {})
 
@@ -314,28 +242,9 @@ class _AllCalls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._capture.reads_parameter(args, kwargs):
-            return self._capture.call(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _borders(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int, int, int]:
-    """Return the number of zeros at the left, right, top and bottom of an image.
-
-    If the number of zeros is odd, `same` puts one more at the right and at the bottom.
-    """
-    if padding == "same":
-        above, left = (d * (k - 1) // 2 for k, d in zip(kernel, dilation))
-        below, right = (d * (k - 1) - d * (k - 1) // 2 for k, d in zip(kernel, dilation))
-        return left, right, above, below
-    high, wide = (0, 0) if padding == "valid" else _pair(padding)
-    return wide, wide, high, high
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A slice of a parameter by an integer. It is kept alive so that its `id` stays its own."""
-
-    base: str
-    index: tuple[int, ...]
-    value: Tensor
+        if not self._capture.reads_parameter(args, kwargs):
+            return func(*args, **kwargs)
+        if func in DECOMPOSED and torch.is_grad_enabled():
+            with self:  # its parts are looked at, too
+                return DECOMPOSED[func](*args, **kwargs)
+        return self._capture.call(func, args, kwargs)

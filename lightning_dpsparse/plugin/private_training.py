@@ -24,6 +24,7 @@ from tqdm import tqdm
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.probe.repeatable import as_if_never_run
+from lightning_dpsparse.sharded.examples import count_of
 from lightning_dpsparse.sharded.split_batch import split_batch
 from lightning_dpsparse.sharded.whole_batch import Parts
 
@@ -88,10 +89,11 @@ class PrivateTraining:
             again = [partial(losses, part) for part in parts]
             self._stepper.read_in_parts(Parts(again, as_if_never_run(self._module)))
         for part in parts[:-1]:
-            with self._stepper.capture(is_whole=False):
+            with self._stepper.capture(is_whole=False, num_examples=count_of(part)):
                 loss_n = losses(part)
             self._stepper.add_part(loss_n)
-        with self._stepper.capture(is_whole=len(parts) == 1):
+        is_whole, size = len(parts) == 1, count_of(parts[-1])
+        with self._stepper.capture(is_whole=is_whole, num_examples=size):
             output = training_step(parts[-1], *rest, **kwargs)
         refusals.loss_of(output)
         return output

@@ -35,15 +35,23 @@ class Change:
 
 def num_examples(batch: Any, fallback: int | None = None) -> int:
     """Number of examples in a batch by its KeyedJaggedTensor, or `fallback` if it has none."""
-    for value in leaves(batch):
-        if isinstance(value, KeyedJaggedTensor):
-            return value.stride()
+    found = count_of(batch)
+    if found is not None:
+        return found
     if fallback is not None:
         return fallback
     raise Refused(
         f"Expected a KeyedJaggedTensor in the batch, found none in {type(batch).__name__}: its "
         "examples cannot be counted. Put the ids of all features into one."
     )
+
+
+def count_of(batch: Any) -> int | None:
+    """Number of examples in a batch by its KeyedJaggedTensor; None if it has none."""
+    for value in leaves(batch):
+        if isinstance(value, KeyedJaggedTensor):
+            return value.stride()
+    return None
 
 
 def cut_examples(batch: Any, size: int, start: int, stop: int) -> Any:

@@ -115,15 +115,22 @@ class PrivateSteps:
         )
 
     @contextmanager
-    def capture(self, *, is_whole: bool = True) -> Iterator[None]:
-        """Surround the forward pass of a step, or of one part of its batch."""
+    def capture(self, *, is_whole: bool = True, num_examples: int | None = None) -> Iterator[None]:
+        """Surround the forward pass of a step, or of one part of its batch.
+
+        `num_examples` is how many examples this rank has in it. Without it parameters that are read
+        apart from any example, as tables of positions are, cannot be told from others.
+        """
         self._forget()
+        self.dense.capture.expect(num_examples)
         with self.tables.cut(is_whole=is_whole), self.dense.capture:
             yield
 
-    def observe(self, forward: Callable[[], Tensor]) -> Observation:
+    def observe(
+        self, forward: Callable[[], Tensor], num_examples: int | None = None
+    ) -> Observation:
         """Make one forward pass that is looked at and updates nothing."""
-        with self.capture(is_whole=False):
+        with self.capture(is_whole=False, num_examples=num_examples):
             loss_n = forward()
         loss_n = self.tables.read_the_rest(loss_n)
         self.tables.ranks(loss_n)  # checks the number of losses

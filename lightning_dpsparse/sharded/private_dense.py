@@ -28,7 +28,7 @@ class PrivateDense:
 
     def _take_parameters(self) -> None:
         trainable = self.parameters.trainable
-        self.capture = DenseCapture(trainable)
+        self.capture = DenseCapture(trainable, self._module.buffers())
         self._forms = DenseForms(self._mechanism, self._module, trainable)
         self.flat = self.capture.new_flat()
         """Memory for the sums of all layers. It is kept: new memory would cost more time."""

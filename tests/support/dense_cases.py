@@ -205,7 +205,8 @@ def autograd(model: nn.Module, x: Tensor) -> dict[str, list[Tensor]]:
 
 
 def capture_step(model: nn.Module, x: Tensor) -> DenseCapture:
-    capture = DenseCapture(dict(model.named_parameters()))
+    capture = DenseCapture(dict(model.named_parameters()), model.buffers())
+    capture.expect(len(x))
     with capture:
         loss = loss_of(model, x)
     loss.sum().backward()

@@ -16,6 +16,7 @@ from lightning_dpsparse.plugin.probe import findings
 from lightning_dpsparse.plugin.probe.compare import disagreement, first_in
 from lightning_dpsparse.plugin.probe.repeatable import Attributes, drawn_outside_torch, same_draws
 from lightning_dpsparse.sharded.build import on_every_rank
+from lightning_dpsparse.sharded.examples import count_of
 from lightning_dpsparse.sharded.observation import Observation, Seen
 from lightning_dpsparse.sharded.private import PrivateSteps
 
@@ -55,7 +56,7 @@ class Bench:
         if fresh:
             self._attributes.restore()
         with same_draws(self._seed, constant=constant):
-            observation = self._steps.observe(lambda: self._forward(batch))
+            observation = self._steps.observe(lambda: self._forward(batch), count_of(batch))
             self.drawn_outside = drawn_outside_torch()
         return observation
 
