@@ -12,12 +12,13 @@ Bu et al. 2023, book-keeping (arXiv:2210.00038).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_dpsparse.engine.constants import Constants
 from lightning_dpsparse.engine.dense import Form
 from lightning_dpsparse.engine.indirect_reads import indirect_reads
 from lightning_dpsparse.engine.parameter_calls import Use
@@ -82,9 +83,9 @@ class DenseCapture(Recorder):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[Tensor] = ()
+        self, parameters: Mapping[str, nn.Parameter], constants: Constants | None = None
     ) -> None:
-        super().__init__(parameters, buffers)
+        super().__init__(parameters, constants)
         self._forms: dict[str, Form] = {}
         self._pieces: tuple[Tensor, dict[str, Tensor]] | None = None
 

@@ -9,7 +9,7 @@ Read next: `parameter_calls.py`, what is recorded; `ghost.py`, which clips with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -40,10 +40,10 @@ class Recorder:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[Tensor] = ()
+        self, parameters: Mapping[str, nn.Parameter], constants: Constants | None = None
     ) -> None:
         self.parameters = dict(parameters)
-        self._constants = Constants(buffers)
+        self._constants = constants or Constants(())
         self._watched = _watched(nn.Parameter, self), _watched(Tensor, self)
         self._all_calls: _AllCalls | None = None
         self.clear()
@@ -67,9 +67,12 @@ class Recorder:
         for value in self.read.values():
             value.__class__ = Tensor
 
-    def expect(self, num_examples: int | None) -> None:
-        """Tell how many examples the next forward pass has; None if that is not known."""
-        self._constants.num_examples = num_examples
+    def expect(self, num_examples: int | None, *, is_rehearsal: bool = False) -> None:
+        """Tell how many examples the next forward pass has; None if that is not known.
+
+        A rehearsal only shows what is the same for all examples. Nothing of it is used.
+        """
+        self._constants.expect(num_examples, is_rehearsal=is_rehearsal)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch call that may read a parameter, and record it.
@@ -143,8 +146,7 @@ class Recorder:
         others = [v for v in tensors.values() if v not in self.read]
         kind = call.what, *map(self.read.name, mine)
         versions = [v._version for v in tensors.values()]
-        detached = {id(parameter): parameter.detach() for parameter in mine}
-        out = call.run(detached)
+        out = func(*args, **kwargs)  # on the parameters themselves: it may ask for their state
         if [v._version for v in tensors.values()] != versions:
             raise Refused(
                 f"Expected operations that leave their inputs as they are, found {call.what!r} "
@@ -156,6 +158,7 @@ class Recorder:
             return out
         if func is Tensor.detach or any(out is v for v in others):  # nothing to do in `x.to(w)`
             return out
+        out = call.run({id(parameter): parameter.detach() for parameter in mine})
         copies = copies_of(call)
         if copies is not None and self._constants.spreads(copies, kind):
             return self._general(call.what, mine[0], spread(call), out, [out.new_empty(copies, 0)])

@@ -126,6 +126,17 @@ class PrivateSteps:
         with self.tables.cut(is_whole=is_whole), self.dense.capture:
             yield
 
+    def rehearse(self, forward: Callable[[], object], num_examples: int) -> None:
+        """Make a forward pass of which nothing is kept but what belongs to no example in it.
+
+        After two of them, with different numbers of examples, tables of positions and the like are
+        known for what they are, however many examples a step has.
+        """
+        with self.capture(is_whole=False):
+            self.dense.capture.expect(num_examples, is_rehearsal=True)
+            forward()
+        self._forget()
+
     def observe(
         self, forward: Callable[[], Tensor], num_examples: int | None = None
     ) -> Observation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_dpsparse.engine.constants import Constants
 from lightning_dpsparse.engine.dense import DenseForms, DenseMechanism
 from lightning_dpsparse.engine.ghost import DenseCapture, padding_rows
 from lightning_dpsparse.noise.sources import NoiseSource
@@ -22,13 +23,14 @@ class PrivateDense:
         self._module, self._mechanism = module, mechanism
         self.parameters = DenseParameters(module)
         self._padding = padding_rows(module)
+        self._constants = Constants(module.buffers())
         self.released: dict[int, tuple[Tensor, int]] = {}
         """The gradient that each parameter got last, and its version then, by id(parameter)."""
         self._take_parameters()
 
     def _take_parameters(self) -> None:
         trainable = self.parameters.trainable
-        self.capture = DenseCapture(trainable, self._module.buffers())
+        self.capture = DenseCapture(trainable, self._constants)
         self._forms = DenseForms(self._mechanism, self._module, trainable)
         self.flat = self.capture.new_flat()
         """Memory for the sums of all layers. It is kept: new memory would cost more time."""

@@ -207,3 +207,12 @@ def test_layers_that_mix_examples_are_refused_by_name() -> None:
     message = "BatchNorm1d at '0', which mixes the examples of a batch. Use LayerNorm"
     with pytest.raises(ValueError, match=message):
         check_layers(nn.Sequential(nn.BatchNorm1d(3)))
+
+
+def test_a_parameter_is_asked_for_its_own_state() -> None:
+    model = nn.Linear(4, 2).double()
+    with DenseCapture(dict(model.named_parameters())):
+        assert model.weight.requires_grad
+        assert model.weight.is_leaf
+        assert model.weight.grad is None
+        assert model.weight.shape == (2, 4)

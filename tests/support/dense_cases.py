@@ -14,6 +14,7 @@ from torchrec.modules.crossnet import (
     VectorCrossNet,
 )
 
+from lightning_dpsparse.engine.constants import Constants
 from lightning_dpsparse.engine.ghost import DenseCapture
 
 B = 5
@@ -205,7 +206,7 @@ def autograd(model: nn.Module, x: Tensor) -> dict[str, list[Tensor]]:
 
 
 def capture_step(model: nn.Module, x: Tensor) -> DenseCapture:
-    capture = DenseCapture(dict(model.named_parameters()), model.buffers())
+    capture = DenseCapture(dict(model.named_parameters()), Constants(model.buffers()))
     capture.expect(len(x))
     with capture:
         loss = loss_of(model, x)

@@ -20,6 +20,7 @@ from tests.support.reference import Reference
 from tests.support.tiny_model import (
     TABLES,
     Bags,
+    Head,
     Recording,
     assemble,
     collate,
@@ -171,13 +172,14 @@ def naive(
     noisy: PrivacyPlan | None = None,
     dense_forms: Any = None,
     pieces: int = 1,
+    head: Callable[[int], Any] = Head,
 ) -> dict[str, Tensor]:
     """Per-example gradients by autograd, clipped one by one, in float64.
 
     `dense_forms(model, step)` gives a naive form for some of the parameters, by name. Tables are in
     `pieces` by columns.
     """
-    model = Reference(start, mean=mean).double()
+    model = Reference(start, mean=mean, head=head).double()
     dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
     state = {name: torch.zeros_like(bag.weight) for name, bag in model.bags.items()}
     examples, position = Bags(100), 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
@@ -27,7 +29,13 @@ class Reference(nn.Module):
     Tables that the start has as sequences are one `nn.Embedding` each.
     """
 
-    def __init__(self, start: dict[str, Tensor], *, mean: bool) -> None:
+    def __init__(
+        self,
+        start: dict[str, Tensor],
+        *,
+        mean: bool,
+        head: Callable[[int], nn.Module] = Head,
+    ) -> None:
         super().__init__()
         sequences = tuple(n for n in SEQUENCES if f"ec.embeddings.{n}.weight" in start)
         self.paths = paths(sequences)
@@ -43,7 +51,7 @@ class Reference(nn.Module):
                 for config in tables(mean=mean)
             }
         )
-        self.head = Head(head_width(sequences))
+        self.head = head(head_width(sequences))
         with torch.no_grad():
             for name, bag in self.bags.items():
                 bag.weight.copy_(start[self.paths[name]])

@@ -7,6 +7,7 @@ SUM pooling. Tables may also be read as sequences, whose positions count differe
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,9 +179,10 @@ class SmallModule(LightningModule):
         scalar_loss: bool = False,
         lr: float = 0.1,
         sequences: tuple[str, ...] = (),
+        head: Callable[[int], nn.Module] = Head,
     ) -> None:
         super().__init__()
-        self.sequences = sequences
+        self.sequences, self.make_head = sequences, head
         self.mean, self.schedule, self.scalar_loss, self.lr = mean, schedule, scalar_loss, lr
         self.weighted = weighted
         self.ebc: Any = None
@@ -195,7 +197,7 @@ class SmallModule(LightningModule):
                 self.ebc = EmbeddingBagCollection(tables=bags, is_weighted=self.weighted)
             if self.sequences:
                 self.ec = EmbeddingCollection(tables=sequence_tables(self.sequences))
-            self.head = Head(head_width(self.sequences))
+            self.head = self.make_head(head_width(self.sequences))
 
     def forward(self, batch: Batch) -> Tensor:
         embedded: dict[str, Tensor] = {}

@@ -138,7 +138,11 @@ def _refill(value: Any, copied: Any) -> None:
         if len(value) != len(copied) or any(a is not b for a, b in zip(value, copied)):
             value.clear()
             value.extend(copied)
-    elif type(value) in (dict, set) and (len(value) != len(copied) or value != copied):
+    elif type(value) is dict:
+        if value.keys() != copied.keys() or any(value[key] is not copied[key] for key in copied):
+            value.clear()
+            value.update(copied)
+    elif type(value) is set and value != copied:
         value.clear()
         value.update(copied)
 
