@@ -193,7 +193,7 @@ class DenseCapture(Recorder):
                 raise Refused(
                     f"Expected the batch of {num_examples} examples as the first dimension of "
                     f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
-                    "first dimension, and let no layer run without them."
+                    "first dimension (batch_first=True in attention and recurrent layers)."
                 )
         return live
 

@@ -48,6 +48,33 @@ def _is_wrapper(dataset: object) -> bool:
     return isinstance(dataset, (Subset, ConcatDataset))
 
 
+def users_of(dataset: Any) -> object:
+    """Whose each example is, as the data set says; None if it does not.
+
+    A subset asks the data set that it is a part of, and a concatenation asks all its parts. Users
+    of one name in two parts are one user, whose examples in both count together.
+    """
+    users = getattr(dataset, "users", None)
+    if users is not None:
+        return cast(object, users)
+    if isinstance(dataset, Subset):
+        of_all = users_of(dataset.dataset)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return None if of_all is None else np.asarray(of_all)[chosen]
+    if isinstance(dataset, ConcatDataset):
+        parts = [users_of(part) for part in dataset.datasets]
+        if any(part is None for part in parts):
+            return None
+        arrays = [np.asarray(part) for part in parts]
+        if len({array.dtype.kind in "OUS" for array in arrays}) > 1:
+            raise Refused(
+                "Expected users of one kind in all parts of a ConcatDataset, found numbers in some "
+                "and texts in others: they would never be the same person. Give all parts one kind."
+            )
+        return np.concatenate(arrays)
+    return None
+
+
 def check_no_repeats(dataset: object) -> None:
     """Refuse a data set that is known to hold an example more than once."""
     if not _is_wrapper(dataset):

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_dpsparse.noise.keys import RunKey
 from lightning_dpsparse.plan import PrivacyPlan, Users
 from lightning_dpsparse.plugin.batch_order import EveryExample, FromStep, InOrder, Noted
-from lightning_dpsparse.plugin.datasets import check_no_repeats
+from lightning_dpsparse.plugin.datasets import check_no_repeats, users_of
 from lightning_dpsparse.plugin.deliveries import Deliveries
 from lightning_dpsparse.plugin.loaders import EvaluationBatches, ResumableLoader, rebuild
 from lightning_dpsparse.plugin.probe.subjects import Reader
@@ -183,7 +183,7 @@ def _units(dataset: Dataset[Any], plan: PrivacyPlan) -> tuple[Units, int]:
     if not isinstance(plan.unit, Users):
         check_no_repeats(dataset)
         return AllExamples(size), size
-    users = _attribute(dataset, "users", "whose each example is", "unit")
+    users = _users(dataset)
     check_users(users, size)
     kind = WholeUsers if plan.unit.drawn == "users" else CappedExamples
     units = kind(users, plan.unit.max_examples)
@@ -216,7 +216,7 @@ def _days(
             "days in order. For more steps a day set max_steps."
         )
     if isinstance(plan.unit, Users) and plan.unit.in_one_day:
-        check_one_day(_attribute(dataset, "users", "whose each example is", "unit"), starts)
+        check_one_day(_users(dataset), starts)
     period = plan.days_per_period
     bounds = units.bounds(starts[::period])
     names = [_name(day, min(day + period, len(starts))) for day in range(0, len(starts), period)]
@@ -233,8 +233,15 @@ def _name(first: int, stop: int) -> str:
     return f"day {stop}" if stop == first + 1 else f"days {first + 1} to {stop}"
 
 
+def _users(dataset: Dataset[Any]) -> Any:
+    return _as_array(users_of(dataset), dataset, "users", "whose each example is", "unit")
+
+
 def _attribute(dataset: object, name: str, meaning: str, setting: str) -> Any:
-    value = getattr(dataset, name, None)
+    return _as_array(getattr(dataset, name, None), dataset, name, meaning, setting)
+
+
+def _as_array(value: object, dataset: object, name: str, meaning: str, setting: str) -> Any:
     if value is None:
         raise Refused(
             f"Expected {type(dataset).__name__}.{name}, which says {meaning}, found none. The "

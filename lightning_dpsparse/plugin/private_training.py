@@ -112,8 +112,12 @@ class PrivateTraining:
         for few in _REHEARSED:
             index = [i % size for i in range(few)] if size else []
             some = take_examples(batch, size, index)
-            with as_if_never_run(self._module)():
-                self._stepper.rehearse(partial(losses, some), len(index))
+            try:
+                with as_if_never_run(self._module)():
+                    self._stepper.rehearse(partial(losses, some), len(index))
+            except Exception:  # a model may be made for batches of one size, and then is not probed
+                if self._perimeter.is_probed:
+                    raise
 
     def _begin_step(self, batch: Any) -> None:
         """Charge the step, or refuse it; then ready the engine for it."""

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_dpsparse import PrivacyPlan, Users
 from tests.support.private_runs import (
@@ -174,3 +174,53 @@ def fit_two_loaders(folder: Path, second: int) -> None:
 def test_one_loader_is_accounted_for(one_rank: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Expected one training loader, the same in every epoch"):
         one_rank.run(fit_two_loaders, tmp_path, 9)
+
+
+def part_of_them(folder: Path, kind: str) -> dict[str, Any]:
+    """A run on parts of the data: every other example, or two halves one after the other."""
+    data = Marked()
+    halves = [Subset(data, range(0, SIZE, 2)), Subset(data, range(1, SIZE, 2))]
+    dataset = halves[0] if kind == "subset" else ConcatDataset(halves)
+    plan = PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, unit=Users(max_examples=2), expected_batch_size=5
+    )
+    loader = DataLoader(dataset, batch_size=5, collate_fn=collate)
+    return fit(1, plan, folder, loader=loader, with_facts=True)
+
+
+@pytest.mark.parametrize(("kind", "most_of_a_user"), [("subset", {1, 2}), ("concat", {2})])
+def test_parts_of_a_data_set_know_its_users(
+    one_rank: Ranks, tmp_path: Path, kind: str, most_of_a_user: set[int]
+) -> None:
+    (found,) = one_rank.run(part_of_them, tmp_path, kind)
+    assert found["facts"]["ran"]["num_units"] == 20
+    for step in found["drawn"]:
+        users = [i // 3 for i in step]
+        assert {users.count(user) for user in users} <= most_of_a_user
+    if kind == "subset":
+        assert all(i % 2 == 0 for step in found["drawn"] for i in step)
+
+
+class Named(Bags):
+    users: Any = None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ([1, 2, 3], ["a", "b", "c"], "users of one kind in all parts of a ConcatDataset"),
+        ([1, 2, 3], None, "Expected ConcatDataset.users, which says whose each example is"),
+    ],
+)
+def test_parts_whose_users_do_not_go_together_are_refused(
+    one_rank: Ranks, tmp_path: Path, first: Any, second: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        one_rank.run(of_two_parts, tmp_path, first, second)
+
+
+def of_two_parts(folder: Path, first: Any, second: Any) -> None:
+    parts = [Named(3), Named(3)]
+    parts[0].users, parts[1].users = first, second
+    loader = DataLoader(ConcatDataset(parts), batch_size=1, collate_fn=collate)
+    fit(1, BY_USER, folder, loader=loader)
