@@ -45,6 +45,11 @@ def check_layers(module: nn.Module) -> None:
                     f"Expected parameters of known shape, found {name!r} of {path!r} still to be "
                     "made by a first pass. Give the layer its sizes."
                 )
+        if type(layer).__name__ == "OptimizedModule" or layer._compiled_call_impl is not None:
+            raise Refused(
+                f"Expected layers that run as they are written, found {path or 'the module'!r} "
+                "compiled: calls on its parameters cannot be seen. Leave torch.compile out."
+            )
         for kind, fault in _REFUSED.items():
             if isinstance(layer, kind):
                 raise Refused(
@@ -192,8 +197,9 @@ class DenseCapture(Recorder):
             if found != {num_examples}:
                 raise Refused(
                     f"Expected the batch of {num_examples} examples as the first dimension of "
-                    f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep examples in the "
-                    "first dimension (batch_first=True in attention and recurrent layers)."
+                    f"{use.what!r} on {name!r}, found sizes {sorted(found)}. Keep all examples "
+                    "there: batch_first=True in attention and recurrent layers; and where only "
+                    "some examples count, multiply the losses of the others by zero."
                 )
         return live
 

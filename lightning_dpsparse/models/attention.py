@@ -1,8 +1,7 @@
-"""Causal self-attention, built of layers whose per-example gradients private training can see.
+"""Causal self-attention, built of linear layers. `sasrec.py` uses it.
 
-Private training needs the norm of each example's gradient, and computes it from what goes into and
-comes out of layers that it knows, such as `nn.Linear`. `nn.MultiheadAttention` hides its products
-from it, so attention is built of such layers here. `sasrec.py` uses it.
+Private training knows what each example does to a linear layer from what goes into it and comes out
+of it. (`nn.MultiheadAttention` trains privately too: `engine/decomposed.py`.)
 """
 
 from __future__ import annotations

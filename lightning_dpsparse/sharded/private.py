@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_dpsparse.engine.ghost import check_layers
 from lightning_dpsparse.engine.mechanism import WholeBatch
@@ -205,18 +206,25 @@ class PrivateSteps:
         ranks = tables.ranks(loss_n, word=float(wants_probe))
         self._seen += loss_n.numel()
         sizes = self._unit_sizes
-        part = clipped_sums(
-            loss_n,
-            tables.reads(),
-            dense.capture,
-            self._config,
-            self.state,
-            ranks,
-            self._step,
-            None if sizes is None else first_of_units(sizes, loss_n, ranks),
-            dense.flat if self._sums is None else None,
-            self._whole_batch,
-        )
+        try:
+            part = clipped_sums(
+                loss_n,
+                tables.reads(),
+                dense.capture,
+                self._config,
+                self.state,
+                ranks,
+                self._step,
+                None if sizes is None else first_of_units(sizes, loss_n, ranks),
+                dense.flat if self._sums is None else None,
+                self._whole_batch,
+            )
+        except CheckpointError as error:
+            raise Refused(
+                "Expected layers that run once in a step, found activation checkpointing, which "
+                "runs them again in the backward pass, where they are not recorded. Leave it out, "
+                "and take the batch in parts: max_physical_batch."
+            ) from error
         self._sums = part if self._sums is None else self._sums + part
 
     def _forget(self) -> None:

@@ -209,6 +209,17 @@ def test_layers_that_mix_examples_are_refused_by_name() -> None:
         check_layers(nn.Sequential(nn.BatchNorm1d(3)))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_layers_are_refused_by_name(how: str) -> None:
+    layer: nn.Module = nn.Linear(4, 2)
+    if how == "in place":
+        layer.compile()
+    model = nn.Sequential(torch.compile(layer) if how == "wrapped" else layer)
+    with pytest.raises(ValueError, match="found '0' compiled"):
+        check_layers(model)
+
+
 def test_a_parameter_is_asked_for_its_own_state() -> None:
     model = nn.Linear(4, 2).double()
     with DenseCapture(dict(model.named_parameters())):

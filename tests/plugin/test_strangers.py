@@ -11,7 +11,7 @@ import torch
 
 from lightning_dpsparse import PrivacyPlan
 from tests.support.ranks import Ranks
-from tests.support.strangers import STRANGERS, Stranger, across_examples
+from tests.support.strangers import STRANGERS, Checkpointed, OfSome, Stranger, across_examples
 from tests.support.tiny_model import loader, make_trainer
 
 
@@ -39,12 +39,22 @@ def test_ten_private_steps(one_rank: Ranks, tmp_path: Path, name: str) -> None:
     assert found["facts"]["taints"] == []
 
 
-def test_attention_across_examples_is_refused(one_rank: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch_first=True in attention and recurrent layers"):
-        one_rank.run(attends_across_examples, tmp_path)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (across_examples, "batch_first=True in attention and recurrent layers"),
+        (Checkpointed, "found activation checkpointing"),
+        (OfSome, "multiply the losses of the others by zero"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_what_to_do(
+    one_rank: Ranks, tmp_path: Path, build: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        one_rank.run(refused, build, tmp_path)
 
 
-def attends_across_examples(folder: Path) -> None:
+def refused(build: Any, folder: Path) -> None:
     plan = PrivacyPlan(noise_multiplier=1.0, clip_norm=0.5, delta=1e-4)
     trainer = make_trainer(1, privacy=plan, max_steps=10, default_root_dir=str(folder))
-    trainer.fit(Stranger(across_examples), loader(200, 16, 1))
+    trainer.fit(Stranger(build), loader(200, 16, 1))

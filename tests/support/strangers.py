@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
@@ -197,9 +198,32 @@ def _dlrm(kind: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.Mo
     )
 
 
-across_examples = _dlrm(DLRM_Transformer, nhead=2, ntransformer_layers=1)
-"""TorchRec's transformer DLRM as it is. Its encoder takes the batch for the sequence, so that
-examples attend to each other."""
+class Checkpointed(OwnInteraction):
+    """Saves memory by a second pass through its last layers."""
+
+    def forward(self, counts: Tensor, features: Any) -> Tensor:
+        found = torch.cat([self.bottom(counts), *self.bags(features).to_dict().values()], dim=1)
+
+        def last(x: Tensor) -> Tensor:
+            return self.top(x.relu())
+
+        logits: Tensor = checkpoint(last, found, use_reentrant=False)
+        return logits
+
+
+class OfSome(OwnInteraction):
+    """Runs its last layer on some examples only."""
+
+    def forward(self, counts: Tensor, features: Any) -> Tensor:
+        found = torch.cat([self.bottom(counts), *self.bags(features).to_dict().values()], dim=1)
+        is_some = counts[:, :1] > 0.5
+        some = self.top(found[is_some[:, 0]])
+        return torch.zeros(len(counts), 1).masked_scatter(is_some, some)
+
+
+def across_examples() -> nn.Module:
+    """TorchRec's transformer DLRM as it is: its encoder takes the batch for the sequence."""
+    return _dlrm(DLRM_Transformer, nhead=2, ntransformer_layers=1)()
 
 
 def over_features() -> nn.Module:
