@@ -22,7 +22,7 @@ class Constants:
 
     Buffers of the module are constants. Of other tensors the number of rows may be that of the
     examples by chance, so passes of several sizes are compared: rows of data grow with the batch.
-    Two small passes are made for this before the first step (`PrivateSteps.rehearse`). A call that
+    Two small passes are made for this before the first step (`plugin/rehearsal.py`). A call that
     was taken for one on examples in a step, and that turns out to be none, is refused: the probe
     sees to that before anything is released.
     """

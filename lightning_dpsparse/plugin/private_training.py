@@ -24,12 +24,10 @@ from tqdm import tqdm
 from lightning_dpsparse.plugin import refusals
 from lightning_dpsparse.plugin.private_run import PrivateRun
 from lightning_dpsparse.plugin.probe.repeatable import as_if_never_run
-from lightning_dpsparse.sharded.examples import count_of, take_examples
+from lightning_dpsparse.plugin.rehearsal import Rehearsal
+from lightning_dpsparse.sharded.examples import count_of
 from lightning_dpsparse.sharded.split_batch import split_batch
 from lightning_dpsparse.sharded.whole_batch import Parts
-
-_REHEARSED = (2, 3)
-"""Numbers of examples in the batches that are rehearsed."""
 
 TrainingStep = Callable[..., STEP_OUTPUT]
 """Lightning's own way to call training_step: the batch first."""
@@ -67,7 +65,7 @@ class PrivateTraining:
             max_physical_batch,
         )
         self._shown: tuple[float, int] | None = None
-        self._rehearsed: object = None
+        self._rehearsal = Rehearsal(module, run.stepper, must_work=run.perimeter.is_probed)
 
     # ---- the forward pass -----------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ class PrivateTraining:
         losses = partial(_losses, training_step, rest, kwargs)
         self._perimeter.forward = lambda batch: losses(self._moved(batch))
         most, device = self._max_physical_batch, self._strategy.root_device
-        self._rehearse(batch, losses)
+        self._rehearsal.before(batch, losses)
         parts = [batch] if most is None else split_batch(batch, most, device)
         if len(parts) > 1:
             again = [partial(losses, part) for part in parts]
@@ -102,22 +100,6 @@ class PrivateTraining:
             output = training_step(parts[-1], *rest, **kwargs)
         refusals.loss_of(output)
         return output
-
-    def _rehearse(self, batch: Any, losses: Callable[[Any], Tensor]) -> None:
-        """Show the engine batches of other sizes before the first one, on all ranks together."""
-        size, capture = count_of(batch), self._stepper.dense.capture
-        if self._rehearsed is capture or size is None:  # other layers learn: another capture
-            return
-        self._rehearsed = capture
-        for few in _REHEARSED:
-            index = [i % size for i in range(few)] if size else []
-            some = take_examples(batch, size, index)
-            try:
-                with as_if_never_run(self._module)():
-                    self._stepper.rehearse(partial(losses, some), len(index))
-            except Exception:  # a model may be made for batches of one size, and then is not probed
-                if self._perimeter.is_probed:
-                    raise
 
     def _begin_step(self, batch: Any) -> None:
         """Charge the step, or refuse it; then ready the engine for it."""

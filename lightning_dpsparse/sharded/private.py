@@ -116,27 +116,24 @@ class PrivateSteps:
         )
 
     @contextmanager
-    def capture(self, *, is_whole: bool = True, num_examples: int | None = None) -> Iterator[None]:
+    def capture(
+        self,
+        *,
+        is_whole: bool = True,
+        num_examples: int | None = None,
+        is_rehearsal: bool = False,
+    ) -> Iterator[None]:
         """Surround the forward pass of a step, or of one part of its batch.
 
         `num_examples` is how many examples this rank has in it. Without it parameters that are read
-        apart from any example, as tables of positions are, cannot be told from others.
+        apart from any example, as tables of positions are, cannot be told from others. After two
+        rehearsals with different numbers of them they are known, however many a step has; nothing
+        else is kept of a rehearsal.
         """
         self._forget()
-        self.dense.capture.expect(num_examples)
+        self.dense.capture.expect(num_examples, is_rehearsal=is_rehearsal)
         with self.tables.cut(is_whole=is_whole), self.dense.capture:
             yield
-
-    def rehearse(self, forward: Callable[[], object], num_examples: int) -> None:
-        """Make a forward pass of which nothing is kept but what belongs to no example in it.
-
-        After two of them, with different numbers of examples, tables of positions and the like are
-        known for what they are, however many examples a step has.
-        """
-        with self.capture(is_whole=False):
-            self.dense.capture.expect(num_examples, is_rehearsal=True)
-            forward()
-        self._forget()
 
     def observe(
         self, forward: Callable[[], Tensor], num_examples: int | None = None
