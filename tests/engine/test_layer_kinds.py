@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,6 +145,22 @@ def test_a_constant_that_is_written_to_is_refused() -> None:
 
     model = Calls(forward, w=(3, 4), mask=torch.ones(3, 4))
     norms_are_refused(model, positions(), "'mul' of 'w' reads to stay as it was")
+
+
+@pytest.mark.parametrize(
+    ("forward", "found"),
+    [
+        (lambda m, x: F.linear(x, m.w[:2]) + F.linear(x, m.w[1:]), r"'w\[0:2\]' beside 'w\[1:3\]'"),
+        (lambda m, x: F.linear(x, m.w)[..., :2] + F.linear(x, m.w[:2]), "'w' beside"),
+        (lambda m, x: F.linear(x, m.w[:2]) + x[..., :2] * m.w[1][0], r"'w\[0:2\]' beside 'w\[1, 0"),
+    ],
+    ids=["two ranges", "the whole and a range", "a range and a number"],
+)
+def test_rows_that_are_read_twice_in_slices_are_refused(
+    forward: Callable[[Calls, Tensor], Tensor], found: str
+) -> None:
+    model = Calls(lambda m, x: forward(m, x).flatten(1), w=(3, 4))
+    norms_are_refused(model, positions(), f"slices that have no rows in common, found {found}")
 
 
 def test_a_packed_sequence_is_refused() -> None:
