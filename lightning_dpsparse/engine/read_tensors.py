@@ -35,10 +35,10 @@ class ReadTensors:
         """The names of what a call reads."""
         return [self.name(value) for value in call.tensors() if value in self]
 
-    def values(self) -> list[Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """The tensors that were made since the pass began."""
-        made = [part.value for part in self.slices.values()]
-        return made + [part.value for part in self.computed.values()]
+        made = {key: part.value for key, part in self.slices.items()}
+        return made | {key: part.value for key, part in self.computed.items()}
 
     def parts_of(self, base: str) -> dict[str, Slice | Computed | None]:
         """A parameter itself (None), rows of it, and what is computed from it."""
@@ -78,6 +78,8 @@ class ReadTensors:
         return self._note(key, self.computed[key].value)
 
     def _note(self, key: str, value: Tensor) -> Tensor:
+        if value.is_floating_point():
+            value.requires_grad_()  # a use that nobody saw leaves a gradient here
         self._watch(value)
         self._name[id(value)] = key
         return value

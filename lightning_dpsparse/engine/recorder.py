@@ -64,7 +64,7 @@ class Recorder:
             return
         for parameter in self.parameters.values():
             parameter.__class__ = nn.Parameter
-        for value in self.read.values():
+        for value in self.read.values().values():
             value.__class__ = Tensor
 
     def expect(self, num_examples: int | None, *, is_rehearsal: bool = False) -> None:
@@ -95,7 +95,7 @@ class Recorder:
 
     def check_nothing_escaped(self) -> None:
         """Refuse a step in which autograd reached a parameter, because a use of it was not seen."""
-        for name, parameter in self.parameters.items():
+        for name, parameter in (self.parameters | self.read.values()).items():
             if parameter.grad is not None:
                 raise Refused(
                     f"Expected every use of {name!r} to pass through a torch function, found a "

@@ -135,6 +135,18 @@ def test_a_use_behind_our_back_is_found(use: Callable[[nn.Linear, Tensor], Tenso
         capture.check_nothing_escaped()
 
 
+@pytest.mark.parametrize("part", ["rows", "computed"])
+def test_a_use_of_something_made_of_a_parameter_is_found_too(part: str) -> None:
+    model = nn.Linear(4, 6).double()
+    capture = DenseCapture(dict(model.named_parameters()))
+    with capture:
+        weight = model.weight[:2] if part == "rows" else model.weight * 2.0
+        loss = Opaque.apply(vectors(), weight).sum()  # type: ignore[no-untyped-call]
+    loss.backward()
+    with pytest.raises(ValueError, match=r"Expected every use of '.*weight.*'"):
+        capture.check_nothing_escaped()
+
+
 def test_a_parameter_that_is_written_into_data_is_refused() -> None:
     model = nn.Linear(4, 1).double()
     out = torch.zeros(B, 4, dtype=torch.float64)
