@@ -10,7 +10,7 @@ Read next: `recorder.py`, which finds them; `ghost.py`, which applies the chain 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,9 +69,12 @@ class Computed:
     value: Tensor
     part: int | None = None
     """Which of the call's results this is; None if there is only one."""
+    sources: frozenset[str] = field(init=False)
+    """Names of the parameters that it is computed from."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_versions", self._versions_now())
+        object.__setattr__(self, "sources", self._find_sources())
 
     @property
     def what(self) -> str:
@@ -90,9 +93,7 @@ class Computed:
     def _versions_now(self) -> list[int]:
         return [value._version for value in self.call.tensors()]
 
-    @property
-    def sources(self) -> frozenset[str]:
-        """Names of the parameters that it is computed from."""
+    def _find_sources(self) -> frozenset[str]:
         found: set[str] = set()
         for parent in self.parents.values():
             found |= parent.sources if isinstance(parent, Computed) else {_base(parent)}
@@ -103,25 +104,35 @@ class Computed:
         """Whether it has the numbers of one parameter in another order, or with another sign."""
         if len(self.parents) != 1 or not _keeps_numbers(self.call.func):
             return False
+        (read,) = {id(v): v for v in self.call.tensors() if id(v) in self.parents}.values()
+        if read.dtype != self.value.dtype or read.numel() != self.value.numel():
+            return False  # the bits of a view are other numbers
         (parent,) = self.parents.values()
         return parent.is_turned if isinstance(parent, Computed) else isinstance(parent, str)
 
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Compute it from other values of its parameters."""
-        exchange = {key: _value_of(parent, values) for key, parent in self.parents.items()}
-        first = next(iter(exchange.values()))
-        out = self.call.run(exchange, first.dtype)
-        found: Tensor = out if self.part is None else out[self.part]
-        return found
+    def of(self, values: Mapping[str, Tensor], known: dict[int, Tensor] | None = None) -> Tensor:
+        """Compute it from other values of its parameters.
+
+        `known` holds what was computed from them already: many may be made of the same.
+        """
+        known = {} if known is None else known
+        if id(self) not in known:
+            exchange = {key: _of(parent, values, known) for key, parent in self.parents.items()}
+            first = next(iter(exchange.values()))
+            out = self.call.run(exchange, first.dtype)
+            known[id(self)] = out if self.part is None else out[self.part]
+        return known[id(self)]
 
 
 def _base(parent: str | Slice) -> str:
     return parent if isinstance(parent, str) else parent.base
 
 
-def _value_of(parent: str | Slice | Computed, values: Mapping[str, Tensor]) -> Tensor:
+def _of(
+    parent: str | Slice | Computed, values: Mapping[str, Tensor], known: dict[int, Tensor]
+) -> Tensor:
     if isinstance(parent, Computed):
-        return parent.of(values)
+        return parent.of(values, known)
     return values[parent] if isinstance(parent, str) else values[parent.base][parent.index]
 
 

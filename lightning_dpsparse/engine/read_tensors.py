@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dpsparse.engine.computed_parameters import Call, Computed
-from lightning_dpsparse.engine.parameter_calls import operation_name
 from lightning_dpsparse.engine.parameter_slices import Place, Slice, rows_of_parts
 
 
@@ -73,8 +72,9 @@ class ReadTensors:
     def _result(self, call: Call, value: Tensor, number: int | None) -> Tensor:
         origins = {id(tensor): self._origin(tensor) for tensor in call.tensors()}
         parents = {key: origin for key, origin in origins.items() if origin is not None}
-        key = f"{operation_name(call.func)}({', '.join(self.names(call))})#{len(self.computed)}"
-        self.computed[key] = Computed(call, parents, value.detach(), number)
+        made = Computed(call, parents, value.detach(), number)
+        key = f"{call.what}({', '.join(sorted(made.sources))})#{len(self.computed)}"
+        self.computed[key] = made
         return self._note(key, self.computed[key].value)
 
     def _note(self, key: str, value: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Perimeter:
     ) -> None:
         self._module, self._trainer, self._steps = module, trainer, steps
         self._data, self._logs = data, logs
-        self.is_probed = is_probed(plan)
+        self._is_probed = is_probed(plan)
         self._leaders: Sequence[int] | None = None
         """Positions of examples of which no two belong to one unit; None is all."""
         self.forward: Callable[[Any], Tensor] | None = None
@@ -87,7 +87,7 @@ class Perimeter:
             self._leaders = list(accumulate(unit_sizes, initial=0))[:-1]
         if self._steps.start(step, unit_sizes, delivery.num_examples):
             self.guard.follow()
-        self._steps.paths.is_probe_due = self.is_probed and is_due(step)
+        self._steps.paths.is_probe_due = self._is_probed and is_due(step)
 
     def probe(self) -> None:
         """Measure whether the examples of this step depend on each other. On all ranks."""

@@ -65,7 +65,7 @@ class PrivateTraining:
             max_physical_batch,
         )
         self._shown: tuple[float, int] | None = None
-        self._rehearsal = Rehearsal(module, run.stepper, must_work=run.perimeter.is_probed)
+        self._rehearsal = Rehearsal(module, run.stepper)
 
     # ---- the forward pass -----------------------------------------------------------------------
 

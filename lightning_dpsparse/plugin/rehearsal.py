@@ -7,6 +7,7 @@ one row for each. It can by passes with different numbers of examples (`engine/c
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -22,13 +23,12 @@ _SIZES = (2, 3)
 class Rehearsal:
     """Rehearses once for every set of layers that learn.
 
-    Args:
-        must_work: Whether an error in it ends the run. A model may be made for batches of one size;
-            then it is not probed either, and its first step shows what is wrong.
+    An error in it does not end the run: batches of some kinds cannot be cut, and some models take
+    one size only. Then less is known, and the first step shows what is wrong, if anything is.
     """
 
-    def __init__(self, module: LightningModule, steps: PrivateSteps, *, must_work: bool) -> None:
-        self._module, self._steps, self._must_work = module, steps, must_work
+    def __init__(self, module: LightningModule, steps: PrivateSteps) -> None:
+        self._module, self._steps = module, steps
         self._rehearsed: object = None
 
     def before(self, batch: Any, losses: Callable[[Any], object]) -> None:
@@ -39,13 +39,9 @@ class Rehearsal:
         self._rehearsed = capture
         for few in _SIZES:
             index = [i % size for i in range(few)] if size else []
-            some = take_examples(batch, size, index)
-            try:
-                with (
-                    as_if_never_run(self._module)(),
-                    self._steps.capture(is_whole=False, num_examples=len(index), is_rehearsal=True),
-                ):
-                    losses(some)
-            except Exception:
-                if self._must_work:
-                    raise
+            with (
+                suppress(Exception),
+                as_if_never_run(self._module)(),
+                self._steps.capture(is_whole=False, num_examples=len(index), is_rehearsal=True),
+            ):
+                losses(take_examples(batch, size, index))

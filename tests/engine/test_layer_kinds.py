@@ -121,6 +121,21 @@ def test_what_dropout_left_out_is_left_out_of_the_gradient(layer: nn.Module) -> 
         torch.testing.assert_close(slope, ((ends[0] - ends[1]) / 2e-5)[b], rtol=1e-6, atol=1e-8)
 
 
+def test_what_is_made_of_itself_many_times_is_computed_once_each() -> None:
+    """Sixty doublings are sixty calls, and not 2^60."""
+
+    def forward(m: Calls, x: Tensor) -> Tensor:
+        w = m.w
+        for _ in range(60):
+            w = (w + w) * 0.5
+        return F.linear(x, w)
+
+    torch.manual_seed(0)
+    model, x = Calls(forward, w=(3, 4)).double(), positions()[:, 0]
+    expected = torch.stack([g.square().sum() for g in autograd(model, x)["w"]])
+    torch.testing.assert_close(norms_of(capture_step(model, x))["w"], expected)
+
+
 # ---- what has no gradient for each example, or another one when it is computed again ----------
 
 
